@@ -164,22 +164,30 @@ class ExtraBackward:
         """
         output = self.outputs[place]
         rows = len(output) if output.dim() > 1 else 1
-        batches = {call.batch() or 0 for call in passes.calls}
-        # A batch of one beside others is that of what all examples share.
-        fewer = {
-            batch for batch in batches if 0 < batch < rows and rows % batch == 0 and (batch > 1 or len(batches) == 1)
-        }
+        batches = [call.batch() or 0 for call in passes.calls]
+        fewer = {batch for batch in batches if 0 < batch < rows and rows % batch == 0}
+        if len(set(batches)) > 1:
+            fewer.discard(1)  # what all examples share, such as the token of a class
         if self.term is None or not fewer or shape[0] != rows or is_sharded(output):
             return
         noise = normal_like(output, generator).reshape(rows, -1)
         reach = passes.run(noise.reshape(shape))
-        for examples in (rows, *sorted(fewer, reverse=True)):
+
+        def apart(examples: int) -> list[bool]:
             powers = torch.randperm(examples, generator=generator, device=noise.device) % 4
             scales = (0.5**powers).repeat_interleave(rows // examples).unsqueeze(1)
             scaled = passes.run((noise * scales.to(noise.dtype)).reshape(shape))
-            if all(map(_comes_of_one_each, reach, scaled)):
-                if examples < rows:
-                    self.outputs = self.term.regroup(self.outputs, examples)
+            return list(map(_comes_of_one_each, reach, scaled))
+
+        rows_apart = apart(rows)
+        for examples in sorted(fewer, reverse=True):
+            # Other layers were handed something else, such as the positions that all examples have.
+            places = [number for number, batch in enumerate(batches) if batch == examples]
+            if all(rows_apart[number] for number in places):
+                continue
+            examples_apart = apart(examples)
+            if all(examples_apart[number] for number in places):
+                self.outputs = self.term.regroup(self.outputs, examples)
                 return
 
 

@@ -168,9 +168,10 @@ def test_positions_that_interact_are_measured_as_those_of_an_example_where_they_
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.values, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.places, self.values, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.places(torch.arange(x.shape[1]))
         mixed = (x @ x.mT).softmax(-1) @ self.values(x)
         return self.head((x + mixed).tanh())
 
@@ -180,12 +181,18 @@ def each_position() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "flattens_input", "expected"),
-    # A pass for each class and two more in the first step; to tell positions apart two, or three where they interact.
-    [(each_position, True, 3 + 2), (each_position, False, 3 + 2 + 2), (Attending, False, 5 * 3 + 2 + 3)],
+    ("build", "positions", "flattens_input", "expected"),
+    # A pass for each class and two more in the first step. To tell positions apart takes two; a third where they
+    # interact, and a fourth as places that divide them may be examples.
+    [
+        (each_position, 5, True, 3 + 2),
+        (each_position, 5, False, 3 + 2 + 2),
+        (Attending, 5, False, 5 * 3 + 2 + 4),
+        (Attending, 4, False, 4 * 3 + 2 + 4),
+    ],
 )
 def test_flattened_logits_cost_a_pass_for_each_position_where_these_interact_alone(
-    build: Callable[[], nn.Module], flattens_input: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    build: Callable[[], nn.Module], positions: int, flattens_input: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[Any] = []
     run = _Passes.run
@@ -196,14 +203,15 @@ def test_flattened_logits_cost_a_pass_for_each_position_where_these_interact_alo
 
     monkeypatch.setattr(_Passes, "run", counted)
     torch.manual_seed(0)
-    model, x, criterion, classes = build(), torch.randn(2, 5, 4), nn.CrossEntropyLoss(), torch.arange(10) % 3
+    model, x, criterion = build(), torch.randn(2, positions, 4), nn.CrossEntropyLoss()
+    classes = torch.arange(2 * positions) % 3
     twin, theirs = copy.deepcopy(model), copy.deepcopy(criterion)
     optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(criterion, class_dim=-1))
     criterion(model(x.flatten(0, 1) if flattens_input else x).view(-1, 3), classes).backward()
     optimizer.step()
     assert len(passes) == expected
     reference = KFACOptimizer(twin, lr=0.0, estimate=ExactGGN(theirs, class_dim=-1))
-    theirs(twin(x).mT, classes.view(2, 5)).backward()
+    theirs(twin(x).mT, classes.view(2, positions)).backward()
     reference.step()
     for name, (_, g) in reference.factors().items():
         assert_same(optimizer.factors()[name][1], g, rtol=1e-11)
