@@ -1,5 +1,7 @@
 """Training under FSDP2 goes where one process goes that has all examples: parameters, momentum and factors."""
 
+import copy
+import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -791,3 +793,36 @@ def test_a_layer_of_fewer_rows_than_ranks_may_begin_late(two_ranks: Ranks) -> No
     for found in two_ranks.run(with_a_late_value):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=1e-14)
+
+
+def copied_and_saved(rank: int, momentum: float) -> list[bool]:
+    """Whether what the optimizer keeps of each parameter is the same in a copy and in a file, and holds no more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=momentum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).square().sum(1).mean().backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=None)
+    state = optimizer.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    kept = [each["momentum_buffer"] for each in state["state"].values() if "momentum_buffer" in each]
+    again = [
+        [each["momentum_buffer"] for each in other["state"].values() if "momentum_buffer" in each]
+        for other in (copy.deepcopy(state), torch.load(file, weights_only=False))
+    ]
+    assert len(kept) == 4
+    return [
+        local(one).untyped_storage().nbytes() == local(one).nbytes and torch.equal(local(one), local(other))
+        for others in again
+        for one, other in zip(kept, others, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_state_can_be_copied_and_saved(two_ranks: Ranks, momentum: float) -> None:
+    assert all(all(each) for each in two_ranks.run(copied_and_saved, momentum))
