@@ -60,7 +60,7 @@ class ExampleRows:
 
     @property
     def count(self) -> int:
-        """Return the number of examples."""
+        """Return the number of examples, at least 1."""
         return self.examples or min(max(1, z.shape[1]) for z, _ in self.uses)
 
     def aligned(self) -> list[tuple[Tensor, Tensor]]:
@@ -156,7 +156,8 @@ class JointStatistics(LayerStatistics):
 
     @property
     def count(self) -> int:
-        return sum(each.count for each in self._terms)
+        # An empty batch has no examples, though its rows count as those of one.
+        return sum(each.count for each in self._terms if each.examples or any(z.shape[1] for z, _ in each.uses))
 
     @property
     def trace(self) -> Tensor | None:

@@ -101,6 +101,18 @@ def train_means(model: nn.Module, optimizer: KFACOptimizer, rank: int | None) ->
             optimizer.step()
 
 
+def train_emptied(model: nn.Module, optimizer: KFACOptimizer, rank: int | None) -> None:
+    """The second rank has no points from the third step on, and differentiates nothing then, as often as the first."""
+    for step in range(STEPS):
+        batch = points(step, ((3,), (5,)) if step < 2 else ((8,), (0,)))
+        (x,) = batch.joined() if rank is None else batch.of_ranks[rank]
+        ranks = 1 if rank is None else 2
+        optimizer.zero_grad()
+        optimizer.set_loss_terms(8 / ranks)
+        ((helmholtz(model, x) + 1 + step).square().sum() * ranks / 8).backward()
+        optimizer.step()
+
+
 def train_apart(model: nn.Module, optimizer: KFACOptimizer, criterion: nn.Module, rank: int | None) -> None:
     """The loss of the second rank holds no derivatives; on one process nothing is."""
     for step in range(STEPS if rank is not None else 0):
@@ -153,6 +165,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "derivatives": (train_derivatives, Cholesky(), UNEVEN),
     "derivatives, accumulated": (train_derivatives, Cholesky(), UNEVEN, 2),
     "derivatives, means": (train_means, Cholesky()),
+    "derivatives, emptied": (train_emptied, Cholesky()),
     "derivatives on one rank": (train_apart, Cholesky()),
     "a term on one rank": (train_derivatives, SumOfTerms(), NO_BOUNDARY),
     "experts": (train_experts, Cholesky()),
@@ -208,6 +221,7 @@ def on_rank(rank: int, name: str, strategy: Strategy) -> tuple[list[Tensor], dic
         ("experts, EKFAC", Replicated(1)),
         ("derivatives, accumulated", Sharded()),
         ("derivatives, means", Sharded()),
+        ("derivatives, emptied", Replicated(1)),
     ],
     ids=str,
 )
