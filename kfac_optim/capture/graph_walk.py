@@ -25,6 +25,10 @@ _REARRANGING = frozenset(
     )
 )
 
+# The node through which DDP passes each output of the model that it wraps, in their order, where parameters may be
+# unused and in the first step of a static graph.
+_PASSING_ON = "_DDPSinkBackward"
+
 
 class Behind(NamedTuple):
     """Holds what some tensors were computed from."""
@@ -53,9 +57,10 @@ def output_behind(tensor: Tensor) -> list[object]:
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None:
         said = [what for what, at in _notes(node).get(_OUTPUTS, ()) if at == number]
-        if said or node.name().rstrip("0123456789") not in _REARRANGING:
+        name = node.name().rstrip("0123456789")
+        if said or name not in {*_REARRANGING, _PASSING_ON}:
             return said
-        node, number = node.next_functions[0]
+        node, number = node.next_functions[number if name == _PASSING_ON else 0]
     return []
 
 

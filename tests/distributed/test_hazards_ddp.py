@@ -864,21 +864,23 @@ def test_copies_go_on_to_the_bit_as_the_original(two_ranks: Ranks, by_pickle: bo
 # -- judges, and random numbers ------------------------------------------------------------------------------------
 
 
-def judged(rank: int | None, quadratic: bool) -> tuple[list[Tensor], dict[str, float]]:
+def judged(rank: int | None, quadratic: bool, flags: dict[str, Any] | None) -> tuple[list[Tensor], dict[str, float]]:
+    """Train with a step judge; where there are flags of DDP, with a loss that calls the very criterion."""
+    criterion = nn.MSELoss()
     options: dict[str, Any] = {
-        "estimate": ExactGGN(nn.MSELoss()),  # which draws nothing
+        "estimate": ExactGGN(criterion),  # which draws nothing
         "adapt_damping": LevenbergMarquardt(interval=1, reject=True),
         "damping": 1e-3,
         "kl_clip": None,
         **({"step_size": QuadraticModel()} if quadratic else {"lr": 1.5, "momentum": 0.0}),
     }
-    training = Training(rank, partial(Sized, width=5), Replicated(), {}, **options)
+    training = Training(rank, partial(Sized, width=5), Replicated(), flags or {}, **options)
     optimizer = training.optimizer
     x, y = training.batch(0)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.mse_loss(training.model(x), y)
+        loss = (F.mse_loss if flags is None else criterion)(training.model(x), y)
         loss.backward()
         return loss
 
@@ -890,10 +892,22 @@ def judged(rank: int | None, quadratic: bool) -> tuple[list[Tensor], dict[str, f
     }
 
 
-@pytest.mark.parametrize("quadratic", [False, True])
-def test_ranks_judge_steps_as_one_process_does(two_ranks: Ranks, quadratic: bool) -> None:
-    found = two_ranks.run(judged, quadratic)
-    params, metrics = judged(None, quadratic)
+@pytest.mark.parametrize(
+    ("quadratic", "flags"),
+    [
+        (False, None),
+        (True, None),
+        (False, {"find_unused_parameters": True}),
+        (True, {"find_unused_parameters": True}),
+        (False, {"static_graph": True}),
+        (True, {"static_graph": True}),
+    ],
+)
+def test_ranks_judge_steps_as_one_process_does(
+    two_ranks: Ranks, quadratic: bool, flags: dict[str, Any] | None
+) -> None:
+    found = two_ranks.run(judged, quadratic, flags)
+    params, metrics = judged(None, quadratic, flags)
     compare([each for each, _ in found], params)
     assert found[0][1] == found[1][1]
     assert found[0][1] == pytest.approx(metrics, rel=1e-9)
