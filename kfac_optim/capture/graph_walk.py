@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.loss_terms import RootCall
-from kfac_optim.utils.autograd import GradientEdge, Node, allow_another_backward
+from kfac_optim.utils.autograd import GradientEdge, Node, allow_another_backward, is_sink
 
 # Where a node of the graph holds the calls, of layers or of the model, whose outputs it made: pairs of the call and the
 # number of the output.
@@ -24,10 +24,6 @@ _REARRANGING = frozenset(
         *("Unsqueeze", "UnsafeView", "View"),
     )
 )
-
-# The node through which DDP passes each output of the model that it wraps, in their order, where parameters may be
-# unused and in the first step of a static graph.
-_PASSING_ON = "_DDPSinkBackward"
 
 
 class Behind(NamedTuple):
@@ -57,10 +53,10 @@ def output_behind(tensor: Tensor) -> list[object]:
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None:
         said = [what for what, at in _notes(node).get(_OUTPUTS, ()) if at == number]
-        name = node.name().rstrip("0123456789")
-        if said or name not in {*_REARRANGING, _PASSING_ON}:
+        passed_on = is_sink(node)
+        if said or not (passed_on or node.name().rstrip("0123456789") in _REARRANGING):
             return said
-        node, number = node.next_functions[number if name == _PASSING_ON else 0]
+        node, number = node.next_functions[number if passed_on else 0]
     return []
 
 

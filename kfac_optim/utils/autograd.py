@@ -72,9 +72,23 @@ def edge(tensor: Tensor) -> GradientEdge:
     return torch.autograd.graph.get_gradient_edge(tensor)
 
 
+def is_sink(node: Node) -> bool:
+    """Tell whether DDP passes the outputs of the model that it wraps through the node, each to the input of its number.
+
+    It does so where parameters may be unused, and in the first step of a static graph.
+    """
+    return node.name() == "_DDPSinkBackward"
+
+
 def running_edge(output_nr: int) -> GradientEdge:
-    """Give the edge of the gradient whose hook is running, by the number of the tensor among its node's outputs."""
-    return GradientEdge(torch._C._current_autograd_node(), output_nr)
+    """Give the edge of the gradient whose hook is running, by the number of the tensor among its node's outputs.
+
+    Behind the node of DDP it is that of the model's own output: a pass through the node takes DDP's place for the
+    backward, and gradients of a static graph would not be averaged.
+    """
+    node = torch._C._current_autograd_node()
+    behind, number = node.next_functions[output_nr] if is_sink(node) else (None, 0)
+    return GradientEdge(node, output_nr) if behind is None else GradientEdge(behind, number)
 
 
 def pull_back(

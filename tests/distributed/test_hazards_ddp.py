@@ -903,9 +903,7 @@ def judged(rank: int | None, quadratic: bool, flags: dict[str, Any] | None) -> t
         (True, {"static_graph": True}),
     ],
 )
-def test_ranks_judge_steps_as_one_process_does(
-    two_ranks: Ranks, quadratic: bool, flags: dict[str, Any] | None
-) -> None:
+def test_ranks_judge_steps_as_one_process_does(two_ranks: Ranks, quadratic: bool, flags: dict[str, Any] | None) -> None:
     found = two_ranks.run(judged, quadratic, flags)
     params, metrics = judged(None, quadratic, flags)
     compare([each for each, _ in found], params)
