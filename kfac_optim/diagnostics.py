@@ -204,11 +204,13 @@ def _of_block(counters: Mapping[str, float | Tensor]) -> Iterator[tuple[str, Sca
         yield "flat_blocks", counters["condition_A"] * counters["condition_G"] <= _FLAT
 
 
-def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Return `{layer name: (A, G)}`, copies; see `KFACOptimizer.factors`."""
+def factors(
+    blocks: Sequence[KFACBlock], keeps: Callable[[KFACBlock], bool]
+) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """Return `{layer name: (A, G)}`, copies, of blocks that this process keeps; see `KFACOptimizer.factors`."""
     result: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     for block in blocks:
-        if block.clock.folds == 0 or not block.measured_here:
+        if block.clock.folds == 0 or not keeps(block):
             continue
         a, g = (None if factor is None else factor.clone() for factor in block.state.factors())
         for side, (factor, dim) in enumerate(((a, block.spec.in_dim), (g, block.spec.out_dim))):

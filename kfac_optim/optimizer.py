@@ -687,8 +687,12 @@ class KFACOptimizer(Optimizer):
         lacks: `torch.block_diag(*factor)[:d, :d]` is the whole. Of a factor that is sketched, as wide ones are by
         default, only the trace and the leading eigenpairs are known: all other directions have one eigenvalue, their
         mean. `A ⊗ G` approximates the Fisher of the loss as the user wrote it.
+
+        On several processes a layer is in what one of them returns, the one that recomputes its inverse, and in no
+        other's; it is in none where other ranks recompute `A` than `G`. Since the last refresh that process has taken
+        in its own batches alone: call `consolidate_state_dict(to=None)` on all ranks before, and all batches are in.
         """
-        return diagnostics.factors(self._binding.coverage.blocks)
+        return diagnostics.factors(self._binding.coverage.blocks, self._executor.statistics.keeps)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -255,6 +255,9 @@ class ExpertStatistics(Statistics):
     def has_statistics(self, block: KFACBlock) -> bool:
         return self._of(block).has_statistics(block)
 
+    def keeps(self, block: KFACBlock) -> bool:
+        return self._of(block).keeps(block)
+
     def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
         return self._of(block).counters(block)
 

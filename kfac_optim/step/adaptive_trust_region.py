@@ -134,7 +134,7 @@ def _keep_directions(proposal: Proposal, direction: Direction) -> None:
 def _kept(proposal: Proposal, param: nn.Parameter, group: Group, part: Tensor) -> Tensor:
     new = -part if group["maximize"] else part
     if proposal.finite is None:
-        # The part may be a view of what ranks have sent, which would stay in memory, and torch saves no shard that is one.
+        # The part may be a view of what ranks have sent: all of that would stay, and torch saves no shard that is one.
         return new.clone() if new is part else new
     before = proposal.momentum(param)
     return torch.where(proposal.finite, new, torch.zeros_like(new) if before is None else before)

@@ -121,6 +121,10 @@ class Statistics:
         """Return whether any sample was accepted by the time of the last refresh."""
         return block.state.has_statistics()
 
+    def keeps(self, block: KFACBlock) -> bool:
+        """Return whether the running averages of all processes come to this one, as far as it takes any."""
+        return block.measured_here
+
     def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
         """Return `InverseState.counters`; on several ranks they are the same on all, as of the last refresh."""
         return block.state.counters()

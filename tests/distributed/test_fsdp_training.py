@@ -795,7 +795,7 @@ def test_a_layer_of_fewer_rows_than_ranks_may_begin_late(two_ranks: Ranks) -> No
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=1e-14)
 
 
-def copied_and_saved(rank: int, momentum: float) -> list[bool]:
+def copied_and_saved(_: int, momentum: float) -> list[bool]:
     """Whether what the optimizer keeps of each parameter is the same in a copy and in a file, and holds no more."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.ranks import Ranks
 from helpers.training import Mixed, build, examples, share, squares, wrap
-from torch import nn
+from torch import Tensor, nn
 
 from kfac_optim import Cholesky, KFACOptimizer, LowRank
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
@@ -54,6 +54,34 @@ def test_they_are_those_of_one_process_on_all_ranks(
         assert (name in answers[0]) is (name in expected)
         if name in expected:
             assert answers[0][name] == pytest.approx(expected[name], rel=1e-9)
+
+
+def factors_of_rank(rank: int, strategy: Strategy) -> tuple[set[str], dict[str, tuple[Tensor | None, Tensor | None]]]:
+    """The layers whose factors are returned after training, and the factors once all batches are in."""
+    model = wrap(build(Mixed), {})
+    optimizer = KFACOptimizer(model, **OPTIONS, inverse=Cholesky(), distributed=DistributedConfig(strategy=strategy))
+    train(model, optimizer, rank, 2)
+    names = set(optimizer.factors())
+    optimizer.consolidate_state_dict(to=None)
+    return names, optimizer.factors()
+
+
+@pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+def test_factors_are_those_of_one_process_on_the_rank_that_holds_them_alone(
+    two_ranks: Ranks, strategy: Strategy
+) -> None:
+    model = build(Mixed)
+    optimizer = KFACOptimizer(model, **OPTIONS, inverse=Cholesky())
+    train(model, optimizer, None, 1)
+    expected = optimizer.factors()
+    (names, found), (others, more) = two_ranks.run(factors_of_rank, strategy)
+    assert names == set(found)
+    assert others == set(more)
+    assert not names & others
+    assert names | others == set(expected)
+    for name, pair in {**found, **more}.items():
+        for ours, theirs in zip(pair, expected[name], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 class Overflowing(nn.Sequential):

@@ -160,8 +160,7 @@ class SharedStatistics(Statistics):
         return [(status[block.name].refused, status[block.name].failed) for block in blocks]
 
     def keeps(self, block: KFACBlock) -> bool:
-        """Return whether this rank holds the running averages of `block` over all ranks."""
-        return self.exchange.owns_all(block)
+        return self.exchange.owns_all(block) if self.is_placed(block) else super().keeps(block)
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         return self.exchange.owners(block) if self.is_placed(block) else (0,)
