@@ -33,6 +33,7 @@ from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
 from kfac_optim.utils.sharded_params import Shards, is_sharded
 
@@ -345,8 +346,10 @@ def _mark(block: KFACBlock) -> int:
         return _HAS_STATISTICS if block.joint is None else _JOINS_USES
     if not has_gradient(block):
         return _UNUSED
-    # Looking at gradients synchronises, and is asked for of blocks that have no inverse yet.
-    return _HAS_GRADIENT if block.is_ready or not is_used(block) else _IS_USED
+    # Looking at gradients synchronises with accelerators. It is asked for of blocks that have no inverse yet, and on the
+    # host of those whose statistics have not come (`turns`).
+    looks = not block.is_ready or (on_host(block.params[0]) and block.is_overdue())
+    return _IS_USED if looks and is_used(block) else _HAS_GRADIENT
 
 
 def _refuse_sparse(trained: Trained) -> None:

@@ -52,8 +52,8 @@ class Agreement(NamedTuple):
     restarted: Sequence[str] = ()
     """Names of blocks whose statistics a loaded checkpoint has, but no rank; each load names them once."""
     used: Collection[KFACBlock] | None = None
-    """Blocks without an inverse that have a gradient that is not zero on some rank; None where all gradients are here,
-    to be looked at."""
+    """Blocks that have a gradient that is not zero on some rank, among those without an inverse, and on the host those
+    whose statistics are overdue; None where all gradients are here, to be looked at."""
 
 
 class LossShare(NamedTuple):

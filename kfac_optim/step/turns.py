@@ -24,8 +24,10 @@ def pass_step(blocks: Sequence[KFACBlock], agreement: Agreement) -> None:
 def _may_be_used(block: KFACBlock, agreement: Agreement) -> bool:
     """Return whether the loss may have used a block whose calls can be captured.
 
-    Gradients are looked at where one process has all of them on the host; elsewhere each counts as not zero.
+    Gradients are looked at where they are on the host; elsewhere each counts as not zero.
     """
     if block in agreement.unaccounted or any(use.is_refused() for use in block.uses):
         return False
-    return agreement.used is not None or not on_host(block.params[0]) or is_used(block)
+    if not on_host(block.params[0]):
+        return True
+    return is_used(block) if agreement.used is None else block in agreement.used

@@ -24,7 +24,7 @@ class Tasks(nn.Module):
         return output
 
 
-def trained(rank: int, strategy: Strategy | None) -> tuple[list[Tensor], list[tuple[int, bool]]]:
+def trained(rank: int, strategy: Strategy | None, to_none: bool) -> tuple[list[Tensor], list[tuple[int, bool]]]:
     """The parameters, and of each layer how often statistics were taken and whether it waits for them."""
     model = Tasks()
     net = model if strategy is None else DistributedDataParallel(model, find_unused_parameters=True)
@@ -37,7 +37,7 @@ def trained(rank: int, strategy: Strategy | None) -> tuple[list[Tensor], list[tu
     )
     for step in range(STEPS):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         net(x if strategy is None else x[rank::2], step % HEADS).square().sum(1).mean().backward()
         optimizer.step()
     clocks = [block.clock for block in optimizer._binding.coverage.blocks]
@@ -45,14 +45,20 @@ def trained(rank: int, strategy: Strategy | None) -> tuple[list[Tensor], list[tu
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [Replicated(0.5), Sharded(), Sharded(statistics=Statistics.OWN)],
+    ("strategy", "to_none"),
+    [
+        (Replicated(0.5), True),
+        (Sharded(), True),
+        (Sharded(statistics=Statistics.OWN), True),
+        (Replicated(0.5), False),
+        (Sharded(), False),
+    ],
     ids=str,
 )
-def test_ranks_agree_on_what_was_missed(two_ranks: Ranks, strategy: Strategy) -> None:
-    expected, clocks = trained(0, None)
+def test_ranks_agree_on_what_was_missed(two_ranks: Ranks, strategy: Strategy, to_none: bool) -> None:
+    expected, clocks = trained(0, None, to_none)
     assert [folds for folds, _ in clocks] == [3, 3, 3]
-    for params, of_rank in two_ranks.run(trained, strategy):
+    for params, of_rank in two_ranks.run(trained, strategy, to_none):
         assert of_rank == clocks
         if strategy.statistics is Statistics.ALL:
             torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-12)
