@@ -346,8 +346,8 @@ def _mark(block: KFACBlock) -> int:
         return _HAS_STATISTICS if block.joint is None else _JOINS_USES
     if not has_gradient(block):
         return _UNUSED
-    # Looking at gradients synchronises with accelerators. It is asked for of blocks that have no inverse yet, and on the
-    # host of those whose statistics have not come (`turns`).
+    # Looking at gradients synchronises with accelerators. It is asked for of blocks that have no inverse yet, and on
+    # the host of those whose statistics have not come (`turns`).
     looks = not block.is_ready or (on_host(block.params[0]) and block.is_overdue())
     return _IS_USED if looks and is_used(block) else _HAS_GRADIENT
 

@@ -123,9 +123,18 @@ def _added(products: Sequence[tuple[Group, Scalar]]) -> Scalar:
 
 
 def _keep_directions(proposal: Proposal, direction: Direction) -> None:
-    """Keep the direction of this step where torch keeps momentum, of the parameters that have none."""
-    if all(group["momentum"] != 0 for group in proposal.groups):
+    """Keep the direction of this step where torch keeps momentum, of the parameters that have none.
+
+    It is zero of a parameter without a gradient, which the step does not move.
+    """
+    without = [group for group in proposal.groups if group["momentum"] == 0]
+    if not without:
         return
+    for group in without:
+        for param in group["params"]:
+            if param.grad is None and (before := proposal.momentum(param)) is not None:
+                zero = torch.zeros_like(before)
+                proposal.state[param]["momentum_buffer"] = _kept(proposal, param, group, zero)
     for param, group in covered_here(proposal):
         if group["momentum"] == 0 and param in direction:
             proposal.state[param]["momentum_buffer"] = _kept(proposal, param, group, direction[param])

@@ -313,6 +313,34 @@ def test_momentum_that_is_switched_on_later_begins_with_the_last_direction() -> 
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
+class Heads(nn.Module):
+    """Uses each head in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(4, 5, dtype=torch.float64)
+        self.heads = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        output: Tensor = self.heads[step % 2](self.trunk(x).tanh())
+        return output
+
+
+def test_a_head_without_a_gradient_has_moved_by_nothing() -> None:
+    found = []
+    for to_none in (True, False):
+        model = Heads()
+        optimizer = KFACOptimizer(model, lr=0.1, **FREQUENT)
+        for step in range(12):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            optimizer.zero_grad(set_to_none=to_none)
+            (model(x, step) - 1).square().sum(1).mean().backward()
+            optimizer.step()
+        found.append(clones(model.parameters()))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
 def warned(optimizer: KFACOptimizer, model: nn.Module, steps: int, scale: float = 1e4) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
