@@ -130,11 +130,10 @@ def _keep_directions(proposal: Proposal, direction: Direction) -> None:
     without = [group for group in proposal.groups if group["momentum"] == 0]
     if not without:
         return
-    for group in without:
-        for param in group["params"]:
-            if param.grad is None and (before := proposal.momentum(param)) is not None:
-                zero = torch.zeros_like(before)
-                proposal.state[param]["momentum_buffer"] = _kept(proposal, param, group, zero)
+    for each in without:
+        for idle in (param for param in each["params"] if param.grad is None):
+            if (before := proposal.momentum(idle)) is not None:
+                proposal.state[idle]["momentum_buffer"] = _kept(proposal, idle, each, torch.zeros_like(before))
     for param, group in covered_here(proposal):
         if group["momentum"] == 0 and param in direction:
             proposal.state[param]["momentum_buffer"] = _kept(proposal, param, group, direction[param])
