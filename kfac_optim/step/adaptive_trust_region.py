@@ -32,6 +32,7 @@ from kfac_optim.step.scaling import (
 )
 from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import follow, shortened, slope_ratio, trust_region_scale
+from kfac_optim.utils.sharded_params import is_sharded
 
 _SHARE = 0.25  # of what the new step promises, that momentum which goes uphill may take back
 # Ordinary training holds nearly every step, at 1e-2 or more of what the rate makes it, as the region finds the length.
@@ -142,7 +143,7 @@ def _keep_directions(proposal: Proposal, direction: Direction) -> None:
 def _kept(proposal: Proposal, param: nn.Parameter, group: Group, part: Tensor) -> Tensor:
     new = -part if group["maximize"] else part
     if proposal.finite is None:
-        # The part may be a view of what ranks have sent: all of that would stay, and torch saves no shard that is one.
-        return new.clone() if new is part else new
+        # Of a sharded parameter it is a view of what ranks have sent, which torch cannot save.
+        return new.clone() if is_sharded(param) else new
     before = proposal.momentum(param)
     return torch.where(proposal.finite, new, torch.zeros_like(new) if before is None else before)
