@@ -1,7 +1,7 @@
 """The orthogonal factor of a matrix, by products alone."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 import torch
@@ -86,17 +86,18 @@ def _has_amx() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
-def orthogonal_factors(matrices: Sequence[Tensor]) -> list[Tensor]:
+def orthogonal_factors(matrices: Sequence[Tensor], alone: Collection[int] = ()) -> list[Tensor]:
     """Return `orthogonalised` of each of several `[groups, rows, columns]`.
 
-    Those of one shape go in one batch, whichever side is the longer one: on a CPU the small ones, elsewhere all.
+    Those of one shape go in one batch, whichever side is the longer one: on a CPU the small ones, elsewhere all; but
+    not those whose numbers are in `alone`.
     """
     found = list(matrices)
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     lying = [matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix for matrix in matrices]
     for number, matrix in enumerate(lying):
-        alone = number if matrix.is_cpu and matrix.numel() > _SMALL else None
-        alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(number)
+        apart = number if number in alone or (matrix.is_cpu and matrix.numel() > _SMALL) else None
+        alike[matrix.shape[-2:], matrix.dtype, matrix.device, apart].append(number)
     for equal in alike.values():
         most = max(1, _TOGETHER // max(1, lying[equal[0]].numel()))
         for start in range(0, len(equal), most):

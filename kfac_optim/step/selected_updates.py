@@ -162,7 +162,12 @@ class SelectedUpdates(StepSize):
         if compared:
             self._compare(proposal, compared, before, groups)
         means = take_into_means(proposal, groups, before)
-        bundles = [_Bundle([each], to_matrix(each, _parts(each, means)), None) for each in blocks if each not in ready]
+        alone = proposal.executor.gradients.stacks.alone
+        bundles = [
+            _Bundle([each], to_matrix(each, _parts(each, means)), None, each.params[0] in alone)
+            for each in blocks
+            if each not in ready
+        ]
         bundles += _bundles(proposal, [block for block in blocks if block in ready], means)
         updates: Direction = {}
         for bundle, update in zip(bundles, self._updates(proposal, bundles), strict=True):
@@ -243,7 +248,8 @@ class SelectedUpdates(StepSize):
             if any(each is not False for each in wanted):
                 naturals[number] = self._sized(inverse.apply(bundle.state, bundle.matrix, 0.0))
         orthogonal: dict[int, Tensor] = {}
-        for number, factor in zip(roots, orthogonal_factors(list(roots.values())), strict=True):
+        alone = [place for place, number in enumerate(roots) if bundles[number].alone]
+        for number, factor in zip(roots, orthogonal_factors(list(roots.values()), alone), strict=True):
             sized = factor * (self.rms * max(factor.shape[-2:]) ** 0.5)
             if len(sized) < len(bundles[number].matrix):
                 whole = torch.zeros_like(bundles[number].matrix)
@@ -268,6 +274,8 @@ class _Bundle(NamedTuple):
     """What the updates are made of: `[groups, out, in]` of one layer, `[blocks, out, in]` of several."""
     state: DeflatedState[Any] | None
     """The inverses; None of a layer that has none yet."""
+    alone: bool
+    """Whether its update is made apart from all others, see `Stacks.alone`."""
 
     def parts(self, update: Tensor) -> Iterable[Sequence[Tensor]]:
         """Return the parts of an update, shaped as `matrix`, that belong to each parameter of each layer."""
@@ -291,9 +299,11 @@ def _bundles(
     """
     found = []
     parts = [_parts(block, tensors) for block in blocks]
-    for members, state, matrix in proposal.executor.gradients.stacks.alike(blocks, parts):
+    stacks = proposal.executor.gradients.stacks
+    for members, state, matrix in stacks.alike(blocks, parts):
         assert isinstance(state, DeflatedState)
-        found.append(_Bundle([blocks[index] for index in members], matrix, state))
+        bundled = [blocks[index] for index in members]
+        found.append(_Bundle(bundled, matrix, state, bundled[0].params[0] in stacks.alone))
     return found
 
 

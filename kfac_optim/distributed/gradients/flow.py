@@ -130,6 +130,7 @@ class ShardedGradients(GradientFlow):
         self._owners = owners
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
         self._here = (communicator.rank, -1)
+        self.stacks.alone = frozenset(param for param, owner in self.owner_of.items() if owner < 0)
         self._layouts: dict[Any, LaidOut[Any]] = {}
         self.deliveries = None if delivery is None else Deliveries(delivery, delivery_limit(plan))
         self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
