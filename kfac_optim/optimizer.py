@@ -871,8 +871,7 @@ class KFACOptimizer(Optimizer):
         self._binding.end_step()
         self._warnings.edited_gradients(agreement.edited)
         self._warnings.uneven_terms(agreement.terms)
-        known = suspects.union(block.name for block in blocks if block.left_out())
-        self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in known])
+        self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
         if not self._choices.step_size.directs_all:  # whose damping is relative: their number cancels
             self._warnings.assumed_terms(record.count, self._window.rule)
         self._warnings.mixed_terms(record.count)

@@ -241,10 +241,6 @@ class KFACBlock:
             self.revise(replace(self.spec, opposed=False))  # rows of the transpose are turned to those of the matrix
             self.joint = RowsByTerm(self.name)
 
-    def left_out(self) -> bool:
-        """Return whether statistics of the last step were left out, as only a part of them came by uses."""
-        return self._without == self.clock.step - 1
-
     def counted_elsewhere(self, echoes: bool) -> None:
         """Take no statistics from now on if an earlier rank takes them, and drop those of this step."""
         if echoes and not self.echoes:

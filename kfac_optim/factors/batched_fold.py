@@ -19,7 +19,7 @@ from kfac_optim.specs import Sketched, Structure
 # On accelerators launches take longer than the work on larger factors: 4 MiB of float32.
 _SMALL_THERE = 2**20
 
-# Elements of the factors that are folded together at most: 64 MiB of float32, of which five are made.
+# Elements of the factors that are folded together at most: 64 MiB of float32, in each of some five tensors.
 _TOGETHER = 2**24
 
 

@@ -207,3 +207,15 @@ def test_stacks_let_go_of_blocks_that_were_replaced() -> None:
     train(model, optimizer, 2)
     gc.collect()
     assert gone[0]() is None
+
+
+@pytest.mark.parametrize("options", [{}, {"step_size": SelectedUpdates()}], ids=["default", "selected"])
+def test_what_all_ranks_update_goes_alone(options: dict[str, Any]) -> None:
+    """Beside others, which differ from rank to rank, its bits would differ from rank to rank too."""
+    optimizer = trained(**options)
+    blocks = [block for block in optimizer._binding.coverage.blocks if block.name in ("equal.0", "equal.2", "equal.4")]
+    stacks = optimizer._executor.gradients.stacks
+    assert len({stacks._number(block) for block in blocks}) == 1
+    stacks.alone = frozenset(blocks[0].params[:1])
+    assert stacks._number(blocks[0]) is None
+    assert stacks._number(blocks[1]) == stacks._number(blocks[2]) is not None
