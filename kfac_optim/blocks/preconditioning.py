@@ -5,7 +5,7 @@ counts as a group (`LayerSpec.by_blocks`).
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
@@ -114,12 +114,12 @@ class Stacks:
     the states hold, and so in no checkpoint, pickle or copy.
 
     Attributes:
-        alone: first parameters of blocks that several ranks update, each with other blocks beside them: these go alone,
-            as the bits of a product depend on the batch that it is in.
+        goes_alone: tells by its first parameter that several ranks make the update of a block, each with other blocks
+            beside it: it goes alone, as the bits of a product depend on the batch that it is in.
     """
 
     def __init__(self) -> None:
-        self.alone: Collection[nn.Parameter] = ()
+        self.goes_alone: Callable[[nn.Parameter], bool] = lambda _: False
         # Blocks may be replaced by others, and their states go with them.
         self._kinds = WeakKeyDictionary[KFACBlock, tuple[InverseState, int | None]]()
         self._numbers: dict[Hashable, int] = {}  # of kinds, which take long to hash
@@ -185,7 +185,7 @@ class Stacks:
 
     def _number(self, block: KFACBlock) -> int | None:
         """Return the number of a block's kind, which others may share; None for a block that goes alone."""
-        if block.params[0] in self.alone:
+        if self.goes_alone(block.params[0]):
             return None
         known = self._kinds.get(block)
         if known is None or known[0] is not block.state:  # a new layout, dtype or device has a new state

@@ -335,7 +335,7 @@ class DistributedExecutor(Executor):
         if isinstance(plan.strategy, FullySharded):
             assert self.agreement.grid is not None, "what is planned was described"
             return RowGradients(plan, main, self.agreement.grid)
-        return ReplicatedGradients(plan, main)
+        return ReplicatedGradients(plan, main, self.agreement.params)
 
 
 def _mark(block: KFACBlock) -> int:

@@ -292,6 +292,7 @@ class ExpertGradients(Gradients):
     def __init__(self, executor: ExpertExecutor) -> None:
         super().__init__()
         self._executor = executor
+        self.stacks.goes_alone = lambda param: not executor.is_own(param)  # as experts are others on each rank
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         shared, own = self._executor.divided(blocks)
@@ -311,6 +312,24 @@ class ExpertGradients(Gradients):
             found |= flow.direction({block: blocks[block] for block in some}, known)
         return found
 
+    def whole(
+        self, blocks: Sequence[KFACBlock], tensors: Mapping[nn.Parameter, Tensor]
+    ) -> list[tuple[KFACBlock, Parts]]:
+        return [each for flow, some in self._divided(blocks) for each in flow.whole(some, tensors)]
+
+    def updates(self, made: Mapping[KFACBlock, Parts], blocks: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        found: dict[nn.Parameter, Tensor] = {}
+        for flow, some in self._divided(blocks):
+            found |= flow.updates({block: made[block] for block in some if block in made}, some)
+        return found
+
+    def as_makers_have(self, blocks: Sequence[KFACBlock], numbers: Mapping[KFACBlock, Tensor]) -> Sequence[Tensor]:
+        found: dict[KFACBlock, Tensor] = {}
+        for flow, some in self._divided(blocks):
+            here = {block: numbers[block] for block in some if block in numbers}
+            found |= zip(some, flow.as_makers_have(some, here), strict=True)
+        return [found[block] for block in blocks]
+
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         shared = [param for param in params if not self._executor.is_own(param)]
         here = set(self._shared.owned(shared))
@@ -329,6 +348,11 @@ class ExpertGradients(Gradients):
     def sum_over_updaters(self, values: Tensor) -> Tensor:
         main = self._executor.shared.ranks.main
         return sum_scalars(values.to(main.device), main).to(values.device)
+
+    def _divided(self, blocks: Iterable[KFACBlock]) -> list[tuple[Gradients, list[KFACBlock]]]:
+        """Return the flows that have some of the blocks, each with these: all ranks have the same shared ones."""
+        both = zip((self._shared, self._own), self._executor.divided(blocks), strict=True)
+        return [(flow, some) for flow, some in both if some]
 
     @property
     def _shared(self) -> Gradients:

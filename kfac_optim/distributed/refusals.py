@@ -9,7 +9,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import is_precise
 from kfac_optim.blocks.selection import holders
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullySharded, Replicated, Sharded
+from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullySharded, Sharded
 from kfac_optim.fisher.estimates import NamedLoss
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import Sketched
@@ -69,13 +69,6 @@ def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: boo
         _check_expert_choices(choices)
     strategy = config.strategy
     candidates = (strategy.candidates or (Auto(),)) if isinstance(strategy, Auto) else (strategy,)
-    fractions = [each.inverse_worker_fraction for each in candidates if isinstance(each, Replicated)]
-    if not choices.step_size.preconditions and (Auto() in candidates or any(fraction < 1 for fraction in fractions)):
-        raise ValueError(
-            f"kfac_optim: {choices.step_size!r} makes updates of the momentum, by the inverses, on every process that "
-            f"updates a layer; under {strategy} some of these have no inverses. Use "
-            "DistributedConfig(strategy=Replicated()), or Sharded()."
-        )
     if choices.judges and (in_shards or any(isinstance(each, (Sharded, FullySharded)) for each in candidates)):
         raise ValueError(
             f"kfac_optim: {choices.judges[0]} needs all gradients and momentum on every process, which has only a part "

@@ -12,6 +12,7 @@ from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, SECOND_MOMENT
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.factors.small_calls import SMALL
 from kfac_optim.step.step_size import Group, Proposal
+from kfac_optim.utils.sharded_params import like, local, local_as
 from kfac_optim.utils.streams import brought
 
 
@@ -42,8 +43,8 @@ def _updates(
         if SECOND_MOMENT not in held:  # what momentum there is was made by another rule
             held[ADAM_STEPS] = _no_steps(param)
             held[SECOND_MOMENT], held[MOMENTUM] = torch.zeros_like(param), torch.zeros_like(param)
-    gradients = [regularised(param, group).to(dtype) for param in params]
-    before = {key: [held[key].to(dtype) for held in states] for key in (MOMENTUM, SECOND_MOMENT)}
+    gradients = [gradient_here(param, group) for param in params]
+    before = {key: [local(held[key]).to(dtype) for held in states] for key in (MOMENTUM, SECOND_MOMENT)}
     # Not by lerp, which makes NaN of a square that overflows; so it stays infinite, as in torch's Adam.
     squares = torch._foreach_mul(before[SECOND_MOMENT], beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -51,10 +52,12 @@ def _updates(
     # Of a checkpoint they may have come from another device.
     taken = [brought(held[ADAM_STEPS], params[0].device) for held in states]
     steps = torch._foreach_add(taken, 1)
-    for key, new in ((MOMENTUM, means), (SECOND_MOMENT, squares), (ADAM_STEPS, steps)):
-        kept = all_if_taken(proposal, new, [held[key] for held in states])
-        for held, tensor in zip(states, kept, strict=True):
-            held[key] = tensor
+    for key, new in ((MOMENTUM, means), (SECOND_MOMENT, squares)):
+        kept = all_if_taken(proposal, new, [local(held[key]) for held in states])
+        for param, held, tensor in zip(params, states, kept, strict=True):
+            held[key] = like(param, tensor)
+    for held, tensor in zip(states, all_if_taken(proposal, steps, [held[ADAM_STEPS] for held in states]), strict=True):
+        held[ADAM_STEPS] = tensor
     # In float64, as 1 - β₂ᵗ is a small difference at first, and at least in float32, where eps is not zero.
     wide = torch.promote_types(dtype, torch.float32)
     counts = torch.stack([*steps])
@@ -63,7 +66,7 @@ def _updates(
     torch._foreach_add_(roots, max(eps, _least_root(dtype, beta2)))
     updates = torch._foreach_div([mean.to(wide) for mean in means], mean_shares)
     torch._foreach_div_(updates, roots)
-    return [update.to(dtype) for update in updates]
+    return [like(param, update.to(dtype)) for param, update in zip(params, updates, strict=True)]
 
 
 def _least_root(dtype: torch.dtype, beta2: float) -> float:
@@ -88,20 +91,25 @@ def _alike(groups: Mapping[nn.Parameter, Group]) -> Iterable[list[nn.Parameter]]
     return alike.values()
 
 
+def gradient_here(param: nn.Parameter, group: Group) -> Tensor:
+    """Return `∇h` in the dtype of the parameter, as `grad_dtype` may be another; of a sharded one the part here."""
+    return local_as(regularised(param, group), param).to(param.dtype)
+
+
 def mean_before(proposal: Proposal, param: nn.Parameter) -> Tensor | None:
-    """Return the mean that `take_into_means` has left; None if there is none.
+    """Return the mean that `take_into_means` has left, of a sharded parameter the part here; None if there is none.
 
     Torch's momentum, of another rule, is a sum; the count of steps marks a mean.
     """
     held = proposal.state[param]
     # In the dtype of the parameter, which may have been changed.
-    return held[MOMENTUM].to(param.dtype) if {MOMENTUM, ADAM_STEPS} <= held.keys() else None
+    return local(held[MOMENTUM]).to(param.dtype) if {MOMENTUM, ADAM_STEPS} <= held.keys() else None
 
 
 def take_into_means(
     proposal: Proposal, groups: Mapping[nn.Parameter, Group], means: Mapping[nn.Parameter, Tensor | None]
 ) -> dict[nn.Parameter, Tensor]:
-    """Take the gradients of parameters into their momentum, and return what updates are made of.
+    """Take the gradients of parameters into their momentum, and return what updates are made of, the parts here.
 
     Args:
         proposal: the step.
@@ -113,13 +121,13 @@ def take_into_means(
         group, before = groups[params[0]], []
         for param in params:
             if (mean := means[param]) is None:  # torch's momentum is perhaps of the negative; the count marks a mean
-                proposal.state[param][ADAM_STEPS], mean = _no_steps(param), torch.zeros_like(param)
+                proposal.state[param][ADAM_STEPS], mean = _no_steps(param), torch.zeros_like(local(param))
             before.append(mean)
-        gradients = [regularised(param, group).to(param.dtype) for param in params]
+        gradients = [gradient_here(param, group) for param in params]
         after = torch._foreach_lerp(before, gradients, 1 - group["momentum"])
         used = torch._foreach_lerp(after, gradients, 1 - group["momentum"]) if group["nesterov"] else after
         for param, kept, each in zip(params, all_if_taken(proposal, after, before), used, strict=True):
-            proposal.state[param][MOMENTUM] = kept
+            proposal.state[param][MOMENTUM] = like(param, kept)
             found[param] = each
     return found
 

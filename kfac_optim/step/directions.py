@@ -41,15 +41,13 @@ class Directions(NamedTuple):
 def precondition(
     blocks: Sequence[KFACBlock], agreement: Agreement, executor: Executor, step_size: StepSize
 ) -> Directions:
-    """Return the preconditioned gradients; those as they are where the step size preconditions itself."""
+    """Return the preconditioned gradients; none where the step size preconditions itself."""
     with profiled("kfac.precondition"):
         graded = [block for block in blocks if block in agreement.graded]
         covered, unpreconditioned = _covered(graded, agreement)
-        here = executor.gradients.gradients(covered)
+        here = executor.gradients.gradients(covered) if step_size.preconditions else []
         active, grads = [block for block, _ in here], [parts for _, parts in here]
-        parts: Sequence[Parts] = grads
-        if step_size.preconditions:
-            parts = executor.gradients.precondition(active, grads)
+        parts = executor.gradients.precondition(active, grads) if here else []
     return Directions(graded, covered, active, grads, parts, tuple(unpreconditioned))
 
 

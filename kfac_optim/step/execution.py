@@ -163,6 +163,41 @@ class Gradients:
         """
         return [(block, gradients(block)) for block in blocks]
 
+    def whole(
+        self, blocks: Sequence[KFACBlock], tensors: Mapping[nn.Parameter, Tensor]
+    ) -> list[tuple[KFACBlock, Parts]]:
+        """Return the blocks whose updates are made here, each with a whole tensor for each of its parameters.
+
+        Args:
+            blocks: with parameters that are updated here.
+            tensors: the parts of these tensors that lie here, as the parameters do; where there is none it is zero.
+        """
+        return [
+            (
+                block,
+                [torch.zeros_like(param) if (held := tensors.get(param)) is None else held for param in block.params],
+            )
+            for block in blocks
+        ]
+
+    def updates(self, made: Mapping[KFACBlock, Parts], blocks: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        """Return the updates of parameters, as `direction` does.
+
+        Args:
+            made: the updates that were made here, of the blocks that `whole` gave.
+            blocks: as of `whole`.
+        """
+        return self.direction(made, blocks)
+
+    def as_makers_have(self, blocks: Sequence[KFACBlock], numbers: Mapping[KFACBlock, Tensor]) -> Sequence[Tensor]:
+        """Return a number `[]` of each block as those have found it who make the update, on all who update.
+
+        Args:
+            blocks: as of `whole`.
+            numbers: of the blocks that `whole` gave.
+        """
+        return [numbers[block] for block in blocks]
+
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         """Return the preconditioned `grads`: new tensors of the same shapes and layouts, in float32 at least."""
         if not any(block.inverse.takes_rows for block in blocks):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.options import BlockOptions
-from kfac_optim.blocks.preconditioning import apart, laid_out, regularised, to_matrix, to_params
+from kfac_optim.blocks.preconditioning import apart, to_matrix, to_params
 from kfac_optim.blocks.state_keys import PREFERENCE
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.base import Inverse, InverseRule
@@ -18,7 +18,8 @@ from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.linalg.orthogonal import orthogonal_factors
 from kfac_optim.linalg.products import frobenius_norm
 from kfac_optim.specs import BlockDiagonal
-from kfac_optim.step.adamw import adamw_updates, if_taken, mean_before, take_into_means
+from kfac_optim.step.adamw import adamw_updates, gradient_here, if_taken, mean_before, take_into_means
+from kfac_optim.step.execution import Parts
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.utils.streams import brought
@@ -79,7 +80,6 @@ class SelectedUpdates(StepSize):
 
     usual_inverse: ClassVar[Inverse[Any] | InverseRule] = InverseAndRoot()
     preconditions = False
-    takes_shards = False
     directs_all = True
     matrices_only = True
     plain = PlainSteps(layer="Muon", rest="AdamW")
@@ -149,7 +149,7 @@ class SelectedUpdates(StepSize):
             blocks: with a matrix.
             trained: the parameters that are updated here, with their param groups.
         """
-        ready = set(proposal.covered)
+        ready, gradients = set(proposal.covered), proposal.executor.gradients
         groups = {param: trained[param] for block in blocks for param in block.params if param in trained}
         before = {param: mean_before(proposal, param) for param in groups}
         compared: list[KFACBlock] = []
@@ -161,21 +161,18 @@ class SelectedUpdates(StepSize):
                 compared.append(block)
         if compared:
             self._compare(proposal, compared, before, groups)
-        means = take_into_means(proposal, groups, before)
-        alone = proposal.executor.gradients.stacks.alone
+        here = gradients.whole(blocks, take_into_means(proposal, groups, before))
+        goes_alone = gradients.stacks.goes_alone
         bundles = [
-            _Bundle([each], to_matrix(each, _parts(each, means)), None, each.params[0] in alone)
-            for each in blocks
-            if each not in ready
+            _Bundle([block], to_matrix(block, parts), parts, None, goes_alone(block.params[0]))
+            for block, parts in here
+            if block not in ready
         ]
-        bundles += _bundles(proposal, [block for block in blocks if block in ready], means)
-        updates: Direction = {}
+        bundles += _bundles(proposal, [(block, parts) for block, parts in here if block in ready])
+        made: dict[KFACBlock, Parts] = {}
         for bundle, update in zip(bundles, self._updates(proposal, bundles), strict=True):
-            for block, parts in zip(bundle.blocks, bundle.parts(update), strict=True):
-                for param, part in zip(block.params, parts, strict=True):
-                    if param in trained:
-                        updates[param] = laid_out(part, param, param.dtype)
-        return updates
+            made |= zip(bundle.blocks, bundle.parts(update), strict=True)
+        return gradients.updates(made, blocks)
 
     def _compare(
         self,
@@ -192,11 +189,13 @@ class SelectedUpdates(StepSize):
             before: the momentum before the new gradient.
             groups: the parameters that are updated here, with their param groups.
         """
+        flow = proposal.executor.gradients
         params = [param for block in blocks for param in block.params if param in groups]
-        # `grad_dtype` of a parameter may be another one than its momentum's.
-        latest = {param: regularised(param, groups[param]).to(param.dtype) for param in params}
-        gradients = _bundles(proposal, blocks, latest)
-        bundles = _bundles(proposal, blocks, before)
+        latest = {param: gradient_here(param, groups[param]) for param in params}
+        earlier = {param: mean for param in params if (mean := before[param]) is not None}
+        gradients = _bundles(proposal, flow.whole(blocks, latest))
+        bundles = _bundles(proposal, flow.whole(blocks, earlier))
+        preferences: dict[KFACBlock, Tensor] = {}
         both = self._candidates(bundles, [[None] * len(bundle.blocks) for bundle in bundles])
         for bundle, gradient, updates in zip(bundles, gradients, both, strict=True):
             shape = len(bundle.blocks), -1
@@ -206,8 +205,9 @@ class SelectedUpdates(StepSize):
             found = torch.where(size > 0, (natural - orthogonal) / size, 0.0).nan_to_num(nan=0.0)
             held = bundle.preferences(proposal)
             new = if_taken(proposal, held.lerp(found.to(held), _WEIGHT), held)
-            for block, preference in zip(bundle.blocks, new.unbind(), strict=True):
-                proposal.state[block.params[0]][PREFERENCE] = preference.clone()
+            preferences |= zip(bundle.blocks, new.unbind(), strict=True)
+        for block, preference in zip(blocks, flow.as_makers_have(blocks, preferences), strict=True):
+            proposal.state[block.params[0]][PREFERENCE] = preference.to(block.params[0].dtype).clone()
 
     def _updates(self, proposal: Proposal, bundles: "Sequence[_Bundle]") -> list[Tensor]:
         """Return the updates that layers prefer, in the shapes of the matrices of their bundles."""
@@ -272,38 +272,37 @@ class _Bundle(NamedTuple):
     """One, or several of equal shape."""
     matrix: Tensor
     """What the updates are made of: `[groups, out, in]` of one layer, `[blocks, out, in]` of several."""
+    like: Parts
+    """Tensors in the shapes of the parameters of one layer."""
     state: DeflatedState[Any] | None
     """The inverses; None of a layer that has none yet."""
     alone: bool
-    """Whether its update is made apart from all others, see `Stacks.alone`."""
+    """Whether its update is made apart from all others, see `Stacks.goes_alone`."""
 
     def parts(self, update: Tensor) -> Iterable[Sequence[Tensor]]:
         """Return the parts of an update, shaped as `matrix`, that belong to each parameter of each layer."""
-        first = self.blocks[0]
-        return apart(update, first.params) if len(self.blocks) > 1 else [to_params(first, update, first.params)]
+        return apart(update, self.like) if len(self.blocks) > 1 else [to_params(self.blocks[0], update, self.like)]
 
     def preferences(self, proposal: Proposal) -> Tensor:
         """Return those of all its layers, `[blocks]`; see `_preference`."""
         return torch.stack([_preference(proposal, block) for block in self.blocks])
 
 
-def _bundles(
-    proposal: Proposal, blocks: Sequence[KFACBlock], tensors: Mapping[nn.Parameter, Tensor | None]
-) -> list[_Bundle]:
+def _bundles(proposal: Proposal, layers: Sequence[tuple[KFACBlock, Parts]]) -> list[_Bundle]:
     """Put layers that have an inverse in bundles, the same ones whatever the tensors hold.
 
     Args:
         proposal: the step.
-        blocks: the layers.
-        tensors: what updates are made of, by parameter; where there is none it is zero.
+        layers: each with what its update is made of, a tensor for each parameter.
     """
     found = []
-    parts = [_parts(block, tensors) for block in blocks]
+    blocks, parts = [block for block, _ in layers], [of_layer for _, of_layer in layers]
     stacks = proposal.executor.gradients.stacks
     for members, state, matrix in stacks.alike(blocks, parts):
         assert isinstance(state, DeflatedState)
         bundled = [blocks[index] for index in members]
-        found.append(_Bundle(bundled, matrix, state, bundled[0].params[0] in stacks.alone))
+        alone = stacks.goes_alone(bundled[0].params[0])
+        found.append(_Bundle(bundled, matrix, parts[members[0]], state, alone))
     return found
 
 
@@ -311,11 +310,6 @@ def _is_time(block: KFACBlock) -> bool:
     """Return whether both updates are compared at this step: every few steps, and at each of the first."""
     step = block.clock.step
     return step < _PERIOD or step % _PERIOD == 0
-
-
-def _parts(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor | None]) -> list[Tensor]:
-    """Return tensors in the order of a block's parameters, zeros where a parameter has none."""
-    return [torch.zeros_like(param) if (held := tensors.get(param)) is None else held for param in block.params]
 
 
 def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:

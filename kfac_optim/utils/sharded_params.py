@@ -144,6 +144,34 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def local_as(tensor: Tensor, param: Tensor) -> Tensor:
+    """Return this process's part of a DTensor, laid out as `param` is; a collective where it lies otherwise."""
+    if is_sharded(tensor) and tensor.placements != param.placements:  # type: ignore[attr-defined]
+        tensor = tensor.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return local(tensor)
+
+
+def like(param: Tensor, part: Tensor) -> Tensor:
+    """Lay this process's part of a tensor out as `param` is; this communicates nothing.
+
+    Args:
+        param: the layout.
+        part: of as many elements as `local(param)`, in any shape.
+    """
+    part = part.reshape(local(param).shape)
+    if not is_sharded(param):
+        return part
+    found: Tensor = type(param).from_local(  # type: ignore[attr-defined]
+        part,
+        param.device_mesh,  # type: ignore[attr-defined]
+        param.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return found
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a DTensor, which is a collective; a plain tensor is returned as it is."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -17,13 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, NewtonSchulz
+from kfac_optim import (
+    EKFAC,
+    AdaptiveTrustRegion,
+    Cholesky,
+    Eigen,
+    Inverse,
+    KFACOptimizer,
+    NewtonSchulz,
+    SelectedUpdates,
+)
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded, Strategy
+from kfac_optim.step.step_size import StepSize
 
 EXAMPLES, SAVED, STEPS = 16, 5, 12  # the refresh of step 5 falls on the checkpoint, the next on step 8
 MEM = Replicated(0.25)
 HYBRID = Replicated(0.5, placement=Placement.FACTORS)
 SHARDED = Sharded()
+SELECTED = SelectedUpdates()
 SHARDED_FACTORS = Sharded(Placement.FACTORS)
 COMM = Replicated()
 
@@ -41,9 +52,13 @@ class Run(NamedTuple):
     include_factors: bool = True
     everywhere: bool = False
     """Whether all ranks work on the largest layer."""
+    step_size: StepSize = AdaptiveTrustRegion()
+    """`SelectedUpdates` has an inverse of its own, and means in the place of dampened sums."""
 
     def name(self) -> str:
-        return f"{self.strategy}-{self.inverse}-{'' if self.wrapped else 'un'}wrapped{'-everywhere' * self.everywhere}"
+        selected = "-selected" * (self.step_size == SELECTED)
+        wrapped = "wrapped" if self.wrapped else "unwrapped"
+        return f"{self.strategy}-{self.inverse}-{wrapped}{'-everywhere' * self.everywhere}{selected}"
 
 
 def network() -> nn.Sequential:
@@ -66,10 +81,11 @@ class Training:
             self.model,
             lr=0.1,
             momentum=run.momentum,
-            dampening=0.1,
+            dampening=0.0 if run.step_size == SELECTED else 0.1,
             weight_decay=0.01,
             damping=0.1,
-            inverse=run.inverse,
+            inverse=None if run.step_size == SELECTED else run.inverse,
+            step_size=run.step_size,
             inverse_update_period=run.period,
             include_factors=run.include_factors,
             distributed=DistributedConfig(strategy=run.strategy) if run.strategy is not None else False,
@@ -150,6 +166,8 @@ RUNS = [
     (4, Run(MEM, EKFAC())),
     (2, Run(SHARDED_FACTORS, EKFAC())),
     (4, Run(SHARDED, everywhere=True)),
+    (2, Run(SHARDED, step_size=SELECTED)),
+    (4, Run(MEM, step_size=SELECTED)),
 ]
 
 
@@ -407,7 +425,14 @@ def read_by_dcp(rank: int, run: Run, folder: str, *, trained: bool = False) -> l
 
 @pytest.mark.parametrize(
     "run",
-    [Run(SHARDED), Run(COMM, Eigen()), Run(SHARDED_FACTORS), Run(HYBRID, EKFAC()), Run(MEM, momentum=0)],
+    [
+        Run(SHARDED),
+        Run(COMM, Eigen()),
+        Run(SHARDED_FACTORS),
+        Run(HYBRID, EKFAC()),
+        Run(MEM, momentum=0),
+        Run(SHARDED, step_size=SELECTED),
+    ],
     ids=Run.name,
 )
 def test_distributed_checkpoints_load_on_other_ranks_by_other_strategies(

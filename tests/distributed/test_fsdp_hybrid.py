@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer
+from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer, SelectedUpdates
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated
 from kfac_optim.utils.sharded_params import local
 
@@ -42,10 +42,12 @@ def on_rank(rank: int, options: dict[str, Any], placement: Placement, permuted: 
     return outcome(model, optimizer), [local(param.detach()) for param in model.parameters()]
 
 
+SELECTED: dict[str, Any] = {"step_size": SelectedUpdates(), "momentum": 0.9}
 CASES: dict[str, tuple[dict[str, Any], Placement, bool]] = {
     "Cholesky": ({"inverse": Cholesky(), "nesterov": True}, Placement.LAYERS, False),
     "Eigen": ({"inverse": Eigen(), "weight_decay": 0.01}, Placement.FACTORS, True),
     "EKFAC": ({"inverse": EKFAC(), "factor_update_period": 3, "momentum": 0.0}, Placement.LAYERS, False),
+    "selected updates": (SELECTED, Placement.LAYERS, True),
     "momentum held back": ({"kl_clip": 1e-4, "lr": 0.5, "momentum": 0.95}, Placement.LAYERS, True),
 }
 
@@ -97,24 +99,25 @@ def test_bytes_are_those_of_the_plan(four_ranks: Ranks) -> None:
     assert sum(sum(sent) for sent, _ in answers) == 3 * answers[0][1].bytes_per_step
 
 
-def resumed(rank: int) -> tuple[Outcome, Outcome]:
+def resumed(rank: int, options: dict[str, Any]) -> tuple[Outcome, Outcome]:
     """A run that goes through, and one that goes on from its checkpoint, at a step that does not refresh."""
     model, mine = sharded(hybrid()), range(rank, rank + 1)
-    optimizer = KFACOptimizer(model, **DEFAULTS)
+    optimizer = KFACOptimizer(model, **(DEFAULTS | options))
     train(model, optimizer, mine, range(4))
     optimizer.consolidate_state_dict(to=None)
     state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     train(model, optimizer, mine, range(4, 8))
     other = sharded(hybrid())
     other.load_state_dict(weights)
-    again = KFACOptimizer(other, **DEFAULTS)
+    again = KFACOptimizer(other, **(DEFAULTS | options))
     again.load_state_dict(state)
     train(other, again, mine, range(4, 8))
     return outcome(model, optimizer), outcome(other, again)
 
 
-def test_resuming_goes_on_as_if_nothing_had_been(four_ranks: Ranks) -> None:
-    straight, again = four_ranks.run(resumed)[0]
+@pytest.mark.parametrize("options", [{}, SELECTED], ids=str)
+def test_resuming_goes_on_as_if_nothing_had_been(four_ranks: Ranks, options: dict[str, Any]) -> None:
+    straight, again = four_ranks.run(resumed, options)[0]
     assert_close([again], straight)
 
 

@@ -5,6 +5,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from kfac_optim.blocks.checkpoint import KEY
 from kfac_optim.distributed import DistributedConfig, FullySharded, Placement, Replicated, Statistics
 from kfac_optim.distributed.communication.transfer import leaves
 from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.step import selected_updates
 from kfac_optim.utils.sharded_params import local
 
 STEPS = 20
@@ -160,6 +162,7 @@ class Case:
 
     Attributes:
         sizes: of each rank's batch, in turn; of each micro-batch.
+        steeper: from where on `SelectedUpdates` takes the natural gradient.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -169,6 +172,7 @@ class Case:
     placement: Placement = LAYERS
     sizes: tuple[int, ...] = (4,)
     micro: int = 1
+    steeper: float = 2.0
 
     def build(self, model: nn.Module, **more: Any) -> KFACOptimizer:
         defaults = {
@@ -180,6 +184,9 @@ class Case:
             "kl_clip": 1e-2,
         }
         return KFACOptimizer(model, **(defaults | self.options | more))
+
+    def as_steep(self) -> AbstractContextManager[object]:
+        return mock.patch.object(selected_updates, "_STEEPER", self.steeper)
 
     def batches(self, rank: int, step: int) -> Batches:
         """The micro-batches of one rank."""
@@ -198,7 +205,7 @@ class Outcome:
     metrics: dict[str, float]
 
 
-METRICS = ("cosine", "gradient_norm", "direction_norm", "trust_region_scale", "momentum_scale")
+METRICS = ("cosine", "gradient_norm", "direction_norm", "trust_region_scale", "momentum_scale", "natural_updates")
 
 
 def averages(optimizer: KFACOptimizer) -> dict[str, Tensor]:
@@ -222,7 +229,7 @@ def outcome(model: nn.Module, optimizer: KFACOptimizer) -> Outcome:
     params = {name: whole(param.detach()) for name, param in model.named_parameters()}
     optimizer.consolidate_state_dict(to=0)
     metrics = optimizer.metrics()
-    return Outcome(params, momentum, averages(optimizer), {name: metrics[name] for name in METRICS})
+    return Outcome(params, momentum, averages(optimizer), {name: metrics[name] for name in METRICS if name in metrics})
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -237,7 +244,7 @@ def on_rank(rank: int, ranks: int, case: Case) -> Outcome:
     for step in range(STEPS):
         optimizer.zero_grad()
         case.loop(model, case.batches(rank, step))
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), case.as_steep():
             # Each rank's loss is the mean over its own examples, as the optimizer takes it to be.
             warnings.filterwarnings("ignore", "kfac_optim: the processes have counted different numbers of loss terms")
             optimizer.step()
@@ -257,7 +264,8 @@ def on_one_process(ranks: int, case: Case) -> Outcome:
             mean = torch.stack([loss(model, torch.cat(list(micro))) for micro in of_ranks]).mean()
             for param, grad in zip(params, torch.autograd.grad(mean, params), strict=True):
                 param.grad = grad
-        optimizer.step()
+        with case.as_steep():
+            optimizer.step()
     return outcome(model, optimizer)
 
 
@@ -277,6 +285,8 @@ def check(ranks: Ranks, case: Case, tolerance: float = TOLERANCE) -> None:
         assert_close(found, expected, tolerance, whole=rank == 0)
 
 
+SELECTED = {"step_size": SelectedUpdates(), "weight_decay": 0.01, "inverse_update_period": 2, "lr": 0.01}
+
 # Of EKFAC the second moments are those of all ranks at refreshes alone.
 INVERSES: dict[str, dict[str, Any]] = {
     "Cholesky": {"inverse": Cholesky()},
@@ -285,6 +295,7 @@ INVERSES: dict[str, dict[str, Any]] = {
     "NewtonSchulz": {"inverse": NewtonSchulz()},
     "AutoInverse": {"inverse": AutoInverse()},
     "sketches": {"inverse": LowRank(1, sketch=1)},
+    "SelectedUpdates": SELECTED,
 }
 
 
@@ -311,6 +322,8 @@ COVERING: list[tuple[str, Placement, str, tuple[int, ...], dict[str, Any]]] = [
     ("AutoInverse", FACTORS, "nested", (4,), {"maximize": True, "lr": 1e-4}),
     ("sketches", LAYERS, "nested", (3, 5), {}),
     ("sketches", FACTORS, "root_only", (4,), {"nesterov": True}),
+    ("SelectedUpdates", LAYERS, "nested", (3, 5), {"nesterov": True, "skip_layers": ("gate",)}),
+    ("SelectedUpdates", FACTORS, "root_only", (4,), {}),
     ("Cholesky", LAYERS, "nested", (3, 5), {"skip_layers": ("first", "gate")}),
     ("Eigen", FACTORS, "nested", (3, 5), {"refresh": Staggered()}),
     ("Cholesky", FACTORS, "root_only", (3, 5), {"refresh": Background(max_staleness=2, deterministic=True)}),
@@ -321,7 +334,8 @@ COVERING: list[tuple[str, Placement, str, tuple[int, ...], dict[str, Any]]] = [
 def test_on_two_ranks(
     two_ranks: Ranks, inverse: str, placement: Placement, shard: str, sizes: tuple[int, ...], choice: dict[str, Any]
 ) -> None:
-    check(two_ranks, Case(INVERSES[inverse] | choice, shard=SHARDS[shard], placement=placement, sizes=sizes))
+    case = Case(INVERSES[inverse] | choice, shard=SHARDS[shard], placement=placement, sizes=sizes, steeper=0.6)
+    check(two_ranks, case)
 
 
 @pytest.mark.parametrize(
@@ -544,8 +558,8 @@ def test_statistics_of_ones_own(two_ranks: Ranks) -> None:
         torch.testing.assert_close(found[name], param.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def of_skipped_step(rank: int, ranks: int, where: str) -> dict[str, Tensor]:
-    case = Case()
+def of_skipped_step(rank: int, ranks: int, where: str, choice: dict[str, Any]) -> dict[str, Tensor]:
+    case = Case(choice)
     model = seeded(case.net)
     nested(model, init_device_mesh(torch.get_default_device().type, (ranks,)))
     optimizer = case.build(model)
@@ -562,9 +576,11 @@ def of_skipped_step(rank: int, ranks: int, where: str) -> dict[str, Tensor]:
     return {name: whole(param.detach()) for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("where", ["example", "row"])
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(two_ranks: Ranks, where: str) -> None:
-    case = Case()
+@pytest.mark.parametrize(("where", "choice"), [("example", {}), ("row", {}), ("row", SELECTED)], ids=str)
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
+    two_ranks: Ranks, where: str, choice: dict[str, Any]
+) -> None:
+    case = Case(choice)
     model = seeded(case.net)
     optimizer = case.build(model)
     for step in range(6):
@@ -575,14 +591,14 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(two_ranks: Rank
             for param in model.parameters():
                 param.grad.fill_(torch.nan)
         optimizer.step()
-    for found in two_ranks.run(of_skipped_step, 2, where):
+    for found in two_ranks.run(of_skipped_step, 2, where, choice):
         for name, param in model.named_parameters():
             torch.testing.assert_close(found[name], param.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def of_unused(rank: int, shard: str, used: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def of_unused(rank: int, shard: str, used: Sequence[Sequence[int]], choice: dict[str, Any]) -> dict[str, Tensor]:
     """In each step `Skipping` runs its layer on these ranks."""
-    case = Case(net=Skipping)
+    case = Case(choice, net=Skipping)
     model = seeded(case.net)
     SHARDS[shard](model, init_device_mesh("cpu", (2,)))
     model.set_reduce_scatter_unused_params(all(used))  # else torch has no gradients to bring together
@@ -607,9 +623,18 @@ UNUSED = {
 
 
 # Modules that are gathered for themselves have to run on all ranks, says torch.
-@pytest.mark.parametrize(("used", "shard"), [*((used, "root_only") for used in UNUSED), ("on all", "nested")])
-def test_a_layer_that_is_not_used(two_ranks: Ranks, used: str, shard: str) -> None:
-    case = Case(net=Skipping)
+@pytest.mark.parametrize(
+    ("used", "shard", "choice"),
+    [
+        *((used, "root_only", {}) for used in UNUSED),
+        ("on all", "nested", {}),
+        ("on another", "root_only", SELECTED),
+        ("on all", "nested", SELECTED),
+    ],
+    ids=str,
+)
+def test_a_layer_that_is_not_used(two_ranks: Ranks, used: str, shard: str, choice: dict[str, Any]) -> None:
+    case = Case(choice, net=Skipping)
     model = seeded(case.net)
     optimizer = case.build(model)
     for step, ranks in enumerate(UNUSED[used]):
@@ -617,7 +642,7 @@ def test_a_layer_that_is_not_used(two_ranks: Ranks, used: str, shard: str) -> No
         for rank in range(2):
             (loss(model, marked(case.batches(rank, step)[0], rank in ranks)) / 2).backward()
         optimizer.step()
-    for found in two_ranks.run(of_unused, shard, UNUSED[used], timeout=20):
+    for found in two_ranks.run(of_unused, shard, UNUSED[used], choice, timeout=20):
         for name, param in model.named_parameters():
             torch.testing.assert_close(found[name], param.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -667,7 +692,6 @@ def refused(rank: int, ranks: int, what: str) -> str:
         nested(model, mesh)
     choices: dict[str, dict[str, Any]] = {
         "quadratic": {"step_size": QuadraticModel(), **loss_named},
-        "selected": {"step_size": SelectedUpdates()},
         "levenberg": {"adapt_damping": LevenbergMarquardt(), **loss_named},
         "fused": {"fused": True},
         "alone": {"distributed": False},
@@ -701,7 +725,6 @@ def root_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
 
 REFUSED = {
     "quadratic": r"built: kfac_optim: QuadraticModel\(\) needs whole parameters.* of param group 0.*TrustRegion\(\)",
-    "selected": r"built: kfac_optim: SelectedUpdates\(.*\) needs whole parameters.*TrustRegion\(\)",
     "levenberg": r"built: kfac_optim: LevenbergMarquardt\(.*\) needs whole parameters.*TrustRegion\(\)",
     "fused": r"built: kfac_optim: torch's fused SGD needs whole parameters.*Leave fused at None",
     "names": r"built: kfac_optim: torch's fused SGD needs whole parameters, and 'slope' of param group 0",
@@ -770,14 +793,14 @@ class LateValue(nn.Module):
         return out + self.value(h) if step >= 5 else out
 
 
-def with_a_late_value(rank: int | None) -> list[Tensor]:
+def with_a_late_value(rank: int | None, choice: dict[str, Any]) -> list[Tensor]:
     model = LateValue()
     if rank is not None:
         mesh = init_device_mesh("cpu", (2,))
         for part in (*model.children(), model):
             fully_shard(part, mesh=mesh)
     numbers = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "factor_update_period": 10, "inverse_update_period": 10}
-    optimizer = KFACOptimizer(model, **numbers)
+    optimizer = KFACOptimizer(model, **numbers, **choice)
     for step in range(9):
         whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         optimizer.zero_grad()
@@ -788,9 +811,10 @@ def with_a_late_value(rank: int | None) -> list[Tensor]:
     ]
 
 
-def test_a_layer_of_fewer_rows_than_ranks_may_begin_late(two_ranks: Ranks) -> None:
-    expected = with_a_late_value(None)
-    for found in two_ranks.run(with_a_late_value):
+@pytest.mark.parametrize("choice", [{}, {"step_size": SelectedUpdates()}], ids=str)
+def test_a_layer_of_fewer_rows_than_ranks_may_begin_late(two_ranks: Ranks, choice: dict[str, Any]) -> None:
+    expected = with_a_late_value(None, choice)
+    for found in two_ranks.run(with_a_late_value, choice):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=1e-14)
 

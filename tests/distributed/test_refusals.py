@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, SampleSpace, SelectedUpdates
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, SampleSpace
 from kfac_optim.distributed import Auto, DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.distributed.refusals import check_choices, refuse_coarse_sketches
@@ -26,23 +26,6 @@ def test_sums_that_are_too_coarse_for_sketches_are_refused() -> None:
         refuse_coarse_sketches(sketched._binding.coverage.blocks, coarse)
     refuse_coarse_sketches(whole._binding.coverage.blocks, coarse)
     refuse_coarse_sketches(sketched._binding.coverage.blocks, DistributedConfig(sums_dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "refused"),
-    [(Replicated(), False), (Sharded(), False), (Replicated(0.5), True), (Auto(), True)],
-    ids=str,
-)
-def test_updates_of_the_momentum_need_the_inverses_wherever_a_layer_is_updated(
-    strategy: Strategy | Auto, refused: bool
-) -> None:
-    choices = KFACOptimizer(nn.Linear(3, 4), step_size=SelectedUpdates())._choices
-    config = DistributedConfig(strategy=strategy)
-    if refused:
-        with pytest.raises(ValueError, match=r"some of these have no inverses.*Replicated\(\)\), or Sharded\(\)"):
-            check_choices(config, choices, in_shards=False)
-    else:
-        check_choices(config, choices, in_shards=False)
 
 
 def on_two_devices(_: int) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from kfac_optim import EKFAC, Cholesky, Eigen, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo
+from kfac_optim import EKFAC, Cholesky, Eigen, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, SelectedUpdates
 from kfac_optim.distributed.gradients.sharding import ranks_alike
 from kfac_optim.fisher.estimates import Estimate
 
@@ -86,6 +86,12 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gathered": ("columns that are gathered", False, {"inverse": Eigen(), "weight_decay": 0.01}),
     "whole inputs": ("rows of what is whole", False, {"kl_clip": 1e-4, "lr": 0.5, "momentum": 0.95}),
     "DTensors": ("outputs that stay DTensors", False, {"momentum": 0.0}),
+    "selected updates": ("columns and rows", True, {"step_size": SelectedUpdates(), "momentum": 0.9}),
+    "selected updates, norms between": (
+        "examples in shards between",
+        False,
+        {"step_size": SelectedUpdates(), "momentum": 0.9, "skip_layers": ["norm"]},
+    ),
     "sequence parallel": ("examples in shards between", False, {"skip_layers": ["norm"]}),
     "fully_shard": ("columns and rows", True, {"inverse": Cholesky(), "nesterov": True}),
     "fully_shard, EKFAC": ("columns and rows", True, {"inverse": EKFAC(), "factor_update_period": 3, "foreach": True}),

@@ -81,6 +81,7 @@ ON_TWO = {
     "eigen, sharded": Case("mixed", Sharded(), {"inverse": Eigen()}, split=UNEVEN),
     "selected": Case("mixed", Replicated(), SELECTED, split=UNEVEN),
     "selected, factors apart": Case("tied", Sharded(FACTORS), SELECTED, split=UNEVEN),
+    "selected, one worker": Case("mixed", Replicated(0.5), SELECTED, split=EMPTY),
     "doubly factored": Case("feature map", Sharded(), WIDE, split=EMPTY),
     "rule": Case("tokens", Sharded(), {"inverse": AutoInverse()}, split=UNEVEN, wrapped=STATIC),
     "blocks": Case("mixed", Replicated(0.5), {"structure": (BlockDiagonal(3), DENSE)}, split=UNEVEN),
@@ -121,6 +122,7 @@ ON_FOUR = {
     "scaler": Case("mixed", Sharded(), split=EMPTY, scaler="named", micro=2),
     "auto": Case("mixed", Auto(), by_layer=GROUPS, split=UNEVEN),
     "selected": Case("tokens", Sharded(), {**SELECTED, "nesterov": True}, split=UNEVEN, wrapped=None),
+    "selected, half the workers": Case("mixed", Replicated(0.5, FACTORS), SELECTED, split=UNEVEN),
     "sketches": Case("pictures", Sharded(FACTORS), {"inverse": LowRank(1, sketch=1)}, split=EMPTY),
 }
 

@@ -76,7 +76,7 @@ class Outcome:
     metrics: dict[str, float]
 
 
-METRICS = ("cosine", "gradient_norm", "direction_norm", "trust_region_scale", "momentum_scale")
+METRICS = ("cosine", "gradient_norm", "direction_norm", "trust_region_scale", "momentum_scale", "natural_updates")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -90,7 +90,9 @@ def outcome(model: nn.Module, optimizer: KFACOptimizer) -> Outcome:
     params = {name: whole(param) for name, param in model.named_parameters()}
     optimizer.consolidate_state_dict(to=0)
     metrics = optimizer.metrics()
-    return Outcome(params, momentum, averages(model, optimizer), {name: metrics[name] for name in METRICS})
+    return Outcome(
+        params, momentum, averages(model, optimizer), {name: metrics[name] for name in METRICS if name in metrics}
+    )
 
 
 def averages(model: nn.Module, optimizer: KFACOptimizer) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.preconditioning import precondition, to_params
+from kfac_optim.blocks.preconditioning import precondition, to_matrix, to_params
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.laid_out import LaidOut, shared, sums
 from kfac_optim.distributed.communication.launches import InFlight
@@ -61,27 +61,62 @@ class GradientFlow(Gradients):
 
 
 class ReplicatedGradients(GradientFlow):
-    """Leaves the mean of all gradients on every rank, which updates all; some ranks precondition a layer for all."""
+    """Leaves the mean of all gradients on every rank, which updates all; some ranks precondition a layer for all.
 
-    def __init__(self, plan: Plan, communicator: Communicator) -> None:
+    Args:
+        plan: of `Replicated`.
+        communicator: for the main line of the program.
+        params: of each covered layer, by its name in the plan.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
         super().__init__()
         self._communicator = communicator
         self._plan = plan
         self._workers = {layer.name: layer.workers for layer in plan.layers}
+        self._all_work = all(len(workers) == plan.ranks for workers in self._workers.values())
+        if not self._all_work:
+            self.stacks.goes_alone = frozenset(params[name][0] for name in self._workers).__contains__
         self._layouts: dict[tuple[str, ...], LaidOut[ShareBucket]] = {}
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
-        rank = self._communicator.rank
-        here = [block for block in blocks if rank in self._workers[block.name]]
-        if len(here) == len(blocks) and all(len(workers) == self._plan.ranks for workers in self._workers.values()):
+        if self._all_work:
             return super().precondition(blocks, grads)
         grad_of = dict(zip(blocks, grads, strict=True))
-        matrices = {block: precondition(block, grad_of[block]) for block in here}
+        made = {block: precondition(block, grad_of[block]) for block in self._worked_on(blocks)}
+        matrices = self._spread(blocks, made)
+        return [to_params(block, matrices[block], grad_of[block]) for block in blocks]
+
+    def whole(
+        self, blocks: Sequence[KFACBlock], tensors: Mapping[nn.Parameter, Tensor]
+    ) -> list[tuple[KFACBlock, Parts]]:
+        return super().whole(self._worked_on(blocks), tensors)
+
+    def updates(self, made: Mapping[KFACBlock, Parts], blocks: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        if self._all_work:
+            return super().updates(made, blocks)
+        matrices = self._spread(blocks, {block: to_matrix(block, parts) for block, parts in made.items()})
+        return super().updates({block: to_params(block, matrices[block], block.params) for block in blocks}, blocks)
+
+    def as_makers_have(self, blocks: Sequence[KFACBlock], numbers: Mapping[KFACBlock, Tensor]) -> Sequence[Tensor]:
+        if self._all_work:
+            return super().as_makers_have(blocks, numbers)
+        rank = self._communicator.rank
+        first = {block: number for block, number in numbers.items() if rank == self._workers[block.name].start}
+        return of_one_rank(self._communicator, blocks, first)
+
+    def _worked_on(self, blocks: Sequence[KFACBlock]) -> list[KFACBlock]:
+        """Return the blocks that this rank preconditions."""
+        return [block for block in blocks if self._communicator.rank in self._workers[block.name]]
+
+    def _spread(self, blocks: Sequence[KFACBlock], made: Mapping[KFACBlock, Tensor]) -> dict[KFACBlock, Tensor]:
+        """Return the matrices of all blocks, of which some were made here; a collective."""
+        rank, matrices = self._communicator.rank, dict(made)
         by_name = {block.name: block for block in blocks}
-        places = {block: nearest(rank, self._workers[block.name]) for block in here}
+        places = {block: nearest(rank, self._workers[block.name]) for block in made}
         values = {
             preconditioned_name(block.name, places[block]): matrix_of_layer(matrix, block.spec)
-            for block, matrix in matrices.items()
+            for block, matrix in made.items()
         }
         names = tuple(by_name)
         if names not in self._layouts:
@@ -95,7 +130,7 @@ class ReplicatedGradients(GradientFlow):
                     spec = block.spec
                     matrix = found.view(spec.groups, spec.out_dim, spec.in_dim)
                     matrices[block] = matrix_by_blocks(matrix, spec)
-        return [to_params(block, matrices[block], grad_of[block]) for block in blocks]
+        return matrices
 
 
 class ShardedGradients(GradientFlow):
@@ -130,7 +165,7 @@ class ShardedGradients(GradientFlow):
         self._owners = owners
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
         self._here = (communicator.rank, -1)
-        self.stacks.alone = frozenset(param for param, owner in self.owner_of.items() if owner < 0)
+        self.stacks.goes_alone = frozenset(param for param, owner in self.owner_of.items() if owner < 0).__contains__
         self._layouts: dict[Any, LaidOut[Any]] = {}
         self.deliveries = None if delivery is None else Deliveries(delivery, delivery_limit(plan))
         self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
@@ -296,6 +331,16 @@ def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
 def sum_scalars(values: Tensor, communicator: Communicator) -> Tensor:
     """Sum over ranks, in float64: a rank that owns nothing has zeros of no particular dtype."""
     return communicator.all_reduce(Payload.SCALARS.value, values.double()).wait()
+
+
+def of_one_rank(
+    communicator: Communicator, blocks: Sequence[KFACBlock], numbers: Mapping[KFACBlock, Tensor]
+) -> Sequence[Tensor]:
+    """Return a number `[]` of each block, float64, which one rank has, on all; a collective."""
+    nothing = torch.zeros((), dtype=torch.float64, device=communicator.device)
+    return sum_scalars(
+        torch.stack([numbers.get(block, nothing).to(nothing) for block in blocks]), communicator
+    ).unbind()
 
 
 def total_norm(grads: Sequence[Tensor], order: float, communicator: Communicator, dtype: torch.dtype) -> Tensor:

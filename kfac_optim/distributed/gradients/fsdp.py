@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
 from kfac_optim.distributed.gradients.grid import Grid, Part
@@ -90,19 +89,3 @@ def assemble(param: Tensor, name: str, pieces: Mapping[str, Tensor], grid: Grid)
 def cut(whole: Tensor, param: Tensor, name: str, grid: Grid) -> dict[str, Tensor]:
     """Cut a direction, in the shape of `param`, into the parcels of a `from_owners` bucket, by name."""
     return {parcel_name(name, part): whole[part.box] for part in grid.parts(param, name)}
-
-
-def like(param: Tensor, part: Tensor) -> Tensor:
-    """Lay this rank's part of a tensor out as `param` is; this communicates nothing.
-
-    Args:
-        param: the layout.
-        part: of as many elements as `local(param)`, in any shape.
-    """
-    part = part.reshape(local(param).shape)
-    if not isinstance(param, DTensor):
-        return part
-    result: DTensor = DTensor.from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return result

@@ -10,21 +10,12 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.parcels import ShareBucket
-from kfac_optim.distributed.gradients.flow import GradientFlow, sum_scalars, total_norm
-from kfac_optim.distributed.gradients.fsdp import (
-    Owned,
-    assemble,
-    cut,
-    from_owners,
-    held_by,
-    like,
-    parcel_name,
-    to_owners,
-)
+from kfac_optim.distributed.gradients.flow import GradientFlow, of_one_rank, sum_scalars, total_norm
+from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, held_by, parcel_name, to_owners
 from kfac_optim.distributed.gradients.grid import Grid
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.step.execution import Parts
-from kfac_optim.utils.sharded_params import local
+from kfac_optim.utils.sharded_params import like, local
 
 
 class RowGradients(GradientFlow):
@@ -45,19 +36,17 @@ class RowGradients(GradientFlow):
         self._limit = plan.options.bucket_bytes // self._payload.itemsize
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        rank = self._communicator.rank
-        values = {
-            parcel_name(name, part): local(_gradient(param, group))
-            for block in blocks
-            for name, param, group in zip(block.param_names, block.params, block.groups, strict=True)
-            if (part := held_by(rank, param, name, self._grid)) is not None
-        }
-        pieces = self._exchange(to_owners, "rows of gradients", blocks, values)
-        return [
-            (block, [assemble(param, name, pieces, self._grid) for name, param, _ in self._owned(block)])
-            for block in blocks
-            if self._owners[block.name] == rank
-        ]
+        params = [pair for block in blocks for pair in zip(block.params, block.groups, strict=True)]
+        parts = {param: local(regularised(param, group)) for param, group in params if param.grad is not None}
+        return self._brought("rows of gradients", blocks, parts)
+
+    def whole(
+        self, blocks: Sequence[KFACBlock], tensors: Mapping[nn.Parameter, Tensor]
+    ) -> list[tuple[KFACBlock, Parts]]:
+        return self._brought("rows of momentum", blocks, tensors)
+
+    def as_makers_have(self, blocks: Sequence[KFACBlock], numbers: Mapping[KFACBlock, Tensor]) -> Sequence[Tensor]:
+        return of_one_rank(self._communicator, blocks, numbers)
 
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         values: dict[str, Tensor] = {}
@@ -94,6 +83,30 @@ class RowGradients(GradientFlow):
         others = [_norm(grad, order).to(rows) for grad in grads if not is_ours(grad)]
         return nn.utils.get_total_norm([rows, *others], order)
 
+    def _brought(
+        self, name: str, blocks: Sequence[KFACBlock], tensors: Mapping[nn.Parameter, Tensor]
+    ) -> list[tuple[KFACBlock, Parts]]:
+        """Bring parts of tensors to the owners of blocks; return the blocks that are owned here, with the whole.
+
+        Args:
+            name: says what the tensors are.
+            blocks: the same on all ranks.
+            tensors: this rank's parts, by parameter; where there is none it is zero.
+        """
+        rank = self._communicator.rank
+        values = {
+            parcel_name(of, part): local(torch.zeros_like(param)) if (held := tensors.get(param)) is None else held
+            for block in blocks
+            for of, param in zip(block.param_names, block.params, strict=True)
+            if (part := held_by(rank, param, of, self._grid)) is not None
+        }
+        pieces = self._exchange(to_owners, name, blocks, values)
+        return [
+            (block, [assemble(param, of, pieces, self._grid) for of, param, _ in self._owned(block)])
+            for block in blocks
+            if self._owners[block.name] == rank
+        ]
+
     def _owned(self, block: KFACBlock) -> list[Owned]:
         owner = self._owners[block.name]
         return [Owned(name, param, owner) for name, param in zip(block.param_names, block.params, strict=True)]
@@ -118,11 +131,6 @@ def _norm(grad: Tensor, order: float) -> Tensor:
     """Give the norm of a whole gradient, wherever its parts are, `[]`."""
     norm = torch.linalg.vector_norm(grad, order)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _gradient(param: nn.Parameter, group: Mapping[str, object]) -> Tensor:
-    """Return the gradient of a parameter, zeros if only other parameters of the layer have one."""
-    return torch.zeros_like(param) if param.grad is None else regularised(param, group)
 
 
 def _filled(params: Iterable[Owned], limit: int) -> Iterator[list[Owned]]:
