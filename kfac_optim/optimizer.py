@@ -103,7 +103,8 @@ class KFACOptimizer(Optimizer):
         damping: `λ` (group), in units of the curvature of the loss. `G`, and so `λ`, has the same scale at every batch
             size. A block uses the `λ` of its weight's group, by default multiplied by the unit of a large loss (see
             `AdaptiveTrustRegion`).
-        factor_decay: the decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
+        factor_decay: the decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean. Over
+            a period it is `factor_decay ** factor_update_period`.
         factor_update_period: the optimizer steps between two statistics (group), at least 1.
         inverse_update_period: the optimizer steps between two refreshes of the inverses (group), at least 1. The first
             refresh comes at the first step with statistics. More come while the averages are young (at the 2nd, 3rd,
@@ -113,12 +114,13 @@ class KFACOptimizer(Optimizer):
             the period; or `Background(...)`, beside the training in a thread.
         preconditioner_damping: the `λ` of the inverses (group), if it differs from `damping`, which is then used by
             `QuadraticModel` alone and adapted by `adapt_damping`. None is the same `λ`.
-        l2_in_curvature: whether weight decay is part of the loss and its curvature (group): its gradient is then
-            preconditioned as well, and `λ + weight_decay` damps the inverses (Martens & Grosse 2015). Parameters
-            that no layer covers are treated alike either way, but by `SelectedUpdates`.
+        l2_in_curvature: whether the optimizer adds `½ weight_decay ‖θ‖²` to the loss and its curvature (group), so that
+            your loss has no such penalty: its gradient is then preconditioned as well, and `λ + weight_decay` damps the
+            inverses (Martens & Grosse 2015). Parameters that no layer covers are treated alike either way, but by
+            `SelectedUpdates`.
         kl_clip: `κ` of the trust region (group; the same in all), in nats: the bound on the squared length of a step in
-            the Fisher metric (Ba, Grosse & Martens 2017, §5). By default it is the value from which `κ` is adapted.
-            None turns the trust region off.
+            the Fisher metric (Ba, Grosse & Martens 2017, §5), and on the square of the fall of the loss that it
+            promises, `lr Δᵀ∇`. By default it is the value from which `κ` is adapted. None turns the trust region off.
         step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
             stays `kl_clip`; `QuadraticModel()`, which finds learning rate and momentum at each step; `LineSearch()`,
             which searches the length by the closure of the step; or `SelectedUpdates()`, by layer the better of Muon's
@@ -517,7 +519,8 @@ class KFACOptimizer(Optimizer):
 
         The loss holds `weight` times the mean of the terms' negative log-likelihoods: of squares `residual²` for a
         tensor, and of a distribution's for `torch.distributions` (`Categorical`, `Bernoulli`, `Normal`), such as a
-        policy, whose Fisher matrix does not depend on what multiplies the log-probabilities. Several calls are several
+        policy, whose Fisher matrix does not depend on what multiplies the log-probabilities. Each element of the
+        tensor, or of `log_prob`, is a term: where your loss sums those of an example, `weight` is how many it has. Several calls are several
         terms, as are calls of the criterion that `estimate` names. What the criterion itself reads need not be stated.
         Compute the loss from the very tensor that is observed, as backward is to come to it: `r = output - target`,
         then `observe(r)` and `r.square().mean()`. Of a distribution that is its logits, or its mean and scale.

@@ -16,7 +16,8 @@ class TrustRegion(StepSize):
 
     The bound is in units of the loss and stays as it is: `kl_clip` must suit the loss.
 
-    The bound is on what this step adds, `lr² Δᵀ F Δ ≤ κ`; old momentum is left alone while it goes downhill.
+    The bound is on what this step adds, `lr² Δᵀ F Δ ≤ κ`, and on the fall of the loss that it promises, `lr Δᵀ∇ ≤ √κ`,
+    which binds first where `Δᵀ∇` is above 1; old momentum is left alone while it goes downhill.
     """
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:

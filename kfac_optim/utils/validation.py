@@ -17,7 +17,8 @@ def check_number(
 ) -> None:
     """Raise TypeError for what is not a real number, ValueError for one out of range (or NaN)."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"kfac_optim: {name} must be a number, got {value!r}.")
+        schedule = " A number that changes is set by a scheduler: see HyperparameterScheduler." * callable(value)
+        raise TypeError(f"kfac_optim: {name} must be a number, got {value!r}.{schedule}")
     number = float(value)
     if not (math.isfinite(number) and number > above and at_least <= number <= at_most):
         bounds = [f"above {above:g}"] if above > -math.inf else []
@@ -30,7 +31,8 @@ def check_number(
 def check_integer(name: str, value: object, *, at_least: int = 1) -> None:
     """Raise TypeError for what is not an integer, ValueError for one below `at_least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"kfac_optim: {name} must be an integer, got {value!r}.")
+        schedule = " A number that changes is set by a scheduler: see HyperparameterScheduler." * callable(value)
+        raise TypeError(f"kfac_optim: {name} must be an integer, got {value!r}.{schedule}")
     if int(value) < at_least:
         raise ValueError(f"kfac_optim: {name} must be at least {at_least}, got {value!r}.")
 
