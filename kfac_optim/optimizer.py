@@ -520,10 +520,12 @@ class KFACOptimizer(Optimizer):
         The loss holds `weight` times the mean of the terms' negative log-likelihoods: of squares `residual²` for a
         tensor, and of a distribution's for `torch.distributions` (`Categorical`, `Bernoulli`, `Normal`), such as a
         policy, whose Fisher matrix does not depend on what multiplies the log-probabilities. Each element of the
-        tensor, or of `log_prob`, is a term: where your loss sums those of an example, `weight` is how many it has. Several calls are several
-        terms, as are calls of the criterion that `estimate` names. What the criterion itself reads need not be stated.
-        Compute the loss from the very tensor that is observed, as backward is to come to it: `r = output - target`,
-        then `observe(r)` and `r.square().mean()`. Of a distribution that is its logits, or its mean and scale.
+        tensor, or of `log_prob`, is a term: where your loss sums those of an example, `weight` is how many it has.
+
+        Several calls are several parts of the loss, as are calls of the criterion that `estimate` names. What the
+        criterion itself reads need not be stated. Compute the loss from the very tensor that is observed, as backward
+        is to come to it: `r = output - target`, then `observe(r)` and `r.square().mean()`. Of a distribution that is
+        its logits, or its mean and scale.
 
         Args:
             residual: a tensor, the examples along its first dimension; or a distribution that the loss is computed of.

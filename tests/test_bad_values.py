@@ -82,6 +82,7 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     ],
     "damping": [
         ("1e-3", TypeError, r"damping must be a number, got '1e-3'"),
+        (math.sqrt, TypeError, r"damping must be a number, got .* is set by a scheduler: see HyperparameterScheduler"),
         (None, TypeError, r"damping must be a number, got None"),
         (0.0, ValueError, r"damping must be finite, above 0, got 0\.0"),
         (-1e-3, ValueError, r"damping must be finite, above 0, got -0\.001"),
