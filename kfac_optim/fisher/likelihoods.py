@@ -15,6 +15,7 @@ them in three ways, all on one scale:
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,11 +157,36 @@ class Categorical(Likelihood):
 
 
 @dataclass(frozen=True)
-class Bernoulli(Likelihood):
-    """Describes `nn.BCEWithLogitsLoss`: a term for each element. With `p = σ(f)`: `H = p (1 - p)`, `B = √H`."""
+class _Elementwise(Likelihood):
+    """Describes a loss with a term for each element: `H` is diagonal, and so is `B`."""
+
+    @abstractmethod
+    def _roots(self, outputs: Outputs) -> tuple[Any, ...]:
+        """Return the diagonal of `B` at each of the outputs, a tensor or one number for all."""
 
     def terms(self, outputs: Outputs) -> int:
         return outputs[0].numel()
+
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        each = zip(self._roots(outputs), outputs, strict=True)
+        return tuple(root * _signs(output, generator) for root, output in each)
+
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
+        roots = self._roots(outputs)
+        for unit in _units(outputs[0]):
+            for place, root in enumerate(roots):
+                yield tuple(root * unit if here == place else None for here in range(len(roots)))
+
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        return _alternating(_by_example(gradient / self._roots(outputs)[place]), place, self.outputs)
+
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        return tuple(root.square() * vector for root, vector in zip(self._roots(outputs), vectors, strict=True))
+
+
+@dataclass(frozen=True)
+class Bernoulli(_Elementwise):
+    """Describes `nn.BCEWithLogitsLoss`: a term for each element. With `p = σ(f)`: `H = p (1 - p)`, `B = √H`."""
 
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         (logits,) = outputs
@@ -169,85 +195,39 @@ class Bernoulli(Likelihood):
         drawn = torch.rand(p.shape, generator=generator, dtype=p.dtype, device=p.device) < p
         return ((p - drawn.to(p.dtype)).to(logits.dtype),)
 
-    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        return (self._root(outputs) * _signs(outputs[0], generator),)
-
-    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
-        root = self._root(outputs)
-        return ((root * unit,) for unit in _units(root))
-
     def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
-        return _by_example(_divided(gradient, self._root(outputs)))
+        return _by_example(_divided(gradient, *self._roots(outputs)))
 
-    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
-        return (self._root(outputs).square() * vectors[0],)
-
-    def _root(self, outputs: Outputs) -> Tensor:
+    def _roots(self, outputs: Outputs) -> tuple[Any, ...]:
         (logits,) = outputs
-        return (logits.sigmoid() * (-logits).sigmoid()).sqrt()
+        return ((logits.sigmoid() * (-logits).sigmoid()).sqrt(),)
 
 
 @dataclass(frozen=True)
-class Gaussian(Likelihood):
+class Gaussian(_Elementwise):
     """Describes `nn.MSELoss`: a term `(f - y)²` for each element, a Gaussian of variance 1/2. `H = 2`, `B = √2`."""
-
-    def terms(self, outputs: Outputs) -> int:
-        return outputs[0].numel()
 
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         return (2**0.5 * normal_like(outputs[0], generator),)
 
-    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        return (2**0.5 * _signs(outputs[0], generator),)
-
-    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
-        return ((2**0.5 * unit,) for unit in _units(outputs[0]))
-
-    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
-        return _by_example(gradient / 2**0.5)
+    def _roots(self, outputs: Outputs) -> tuple[Any, ...]:
+        return (2**0.5,)
 
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         return (2 * vectors[0],)
 
 
 @dataclass(frozen=True)
-class _GaussianOfTwo(Likelihood):
-    """Describes a normal distribution of which the model gives the mean, and how wide it is: a term for each element.
-
-    `H` is diagonal, and so is `B`.
-    """
+class _GaussianOfTwo(_Elementwise):
+    """Describes a normal distribution of which the model gives the mean, and how wide it is."""
 
     outputs = 2
-
-    @abstractmethod
-    def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
-        """Return the diagonal of `B` at the mean, which is 1 / σ, and at the other output."""
-
-    def terms(self, outputs: Outputs) -> int:
-        return outputs[0].numel()
 
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         of_mean, of_width = self._roots(outputs)
         # y = f + σ z: the gradients are -z / σ and a multiple of 1 - z², whose variance is 2.
         z = normal_like(outputs[0], generator)
         return -of_mean * z, of_width * (1 - z.square()) / 2**0.5
-
-    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        of_mean, of_width = self._roots(outputs)
-        return of_mean * _signs(of_mean, generator), of_width * _signs(of_width, generator)
-
-    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
-        of_mean, of_width = self._roots(outputs)
-        for unit in _units(of_mean):
-            yield of_mean * unit, None
-            yield None, of_width * unit
-
-    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
-        return _alternating(_by_example(gradient / self._roots(outputs)[place]), place)
-
-    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
-        of_mean, of_width = self._roots(outputs)
-        return of_mean.square() * vectors[0], of_width.square() * vectors[1]
 
 
 @dataclass(frozen=True)
@@ -262,7 +242,7 @@ class GaussianWithVariance(_GaussianOfTwo):
 
     eps: float = 1e-6
 
-    def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
+    def _roots(self, outputs: Outputs) -> tuple[Any, ...]:
         mean, variance = outputs
         if mean.shape != variance.shape:
             raise ValueError(
@@ -277,7 +257,7 @@ class GaussianWithVariance(_GaussianOfTwo):
 class GaussianWithScale(_GaussianOfTwo):
     """Describes a normal distribution by its mean and standard deviation `σ`: `H = diag(1 / σ², 2 / σ²)`."""
 
-    def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
+    def _roots(self, outputs: Outputs) -> tuple[Any, ...]:
         _, scale = outputs
         return 1 / scale, 2**0.5 / scale
 
@@ -304,11 +284,11 @@ def _divided(gradient: Tensor, root: Tensor) -> Tensor:
     return torch.where(known, gradient / torch.where(known, root, 1), 0)
 
 
-def _alternating(columns: Tensor, place: int) -> Tensor:
-    """Put columns of one of two outputs between columns of zeros for the other, `[examples, 2 · columns]`."""
-    both = torch.zeros_like(columns).unsqueeze(-1).repeat(1, 1, 2)
-    both[..., place] = columns
-    return both.flatten(1)
+def _alternating(columns: Tensor, place: int, outputs: int) -> Tensor:
+    """Put columns of one output between columns of zeros for the others, `[examples, outputs · columns]`."""
+    between = torch.zeros_like(columns).unsqueeze(-1).repeat(1, 1, outputs)
+    between[..., place] = columns
+    return between.flatten(1)
 
 
 def _units(like: Tensor) -> Iterator[Tensor]:
