@@ -173,20 +173,17 @@ class ExtraBackward:
         noise = normal_like(output, generator).reshape(rows, -1)
         reach = passes.run(noise.reshape(shape))
 
-        def apart(examples: int) -> list[bool]:
-            powers = torch.randperm(examples, generator=generator, device=noise.device) % 4
-            scales = (0.5**powers).repeat_interleave(rows // examples).unsqueeze(1)
+        def mixed(groups: int) -> set[int]:
+            """Return the batches of layers where an element comes of several of so many groups of rows."""
+            powers = torch.randperm(groups, generator=generator, device=noise.device) % 4
+            scales = (0.5**powers).repeat_interleave(rows // groups).unsqueeze(1)
             scaled = passes.run((noise * scales.to(noise.dtype)).reshape(shape))
-            return list(map(_comes_of_one_each, reach, scaled))
+            each = zip(batches, reach, scaled, strict=True)
+            return {batch for batch, one, other in each if not _comes_of_one_each(one, other)}
 
-        rows_apart = apart(rows)
-        for examples in sorted(fewer, reverse=True):
-            # Other layers were handed something else, such as the positions that all examples have.
-            places = [number for number, batch in enumerate(batches) if batch == examples]
-            if all(rows_apart[number] for number in places):
-                continue
-            examples_apart = apart(examples)
-            if all(examples_apart[number] for number in places):
+        # Layers of other batches were handed something else, such as the positions that all examples have.
+        for examples in sorted(fewer & mixed(rows), reverse=True):
+            if examples not in mixed(examples):
                 self.outputs = self.term.regroup(self.outputs, examples)
                 return
 
