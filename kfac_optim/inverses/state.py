@@ -10,6 +10,7 @@ from torch import Tensor
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 from kfac_optim.utils.tensor_storage import copy_held
 
 
@@ -21,6 +22,21 @@ class Result(NamedTuple):
     """Whether the tensor consists of symmetric matrices `[groups, d, d]`, of which one triangle says all."""
     measuring: bool = False
     """Whether statistics cannot be taken without the tensor."""
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Return the shape of what is sent: of a symmetric matrix one triangle."""
+        shape = tuple(self.tensor.shape)
+        return (*shape[:-2], triangle_size(shape[-1])) if self.symmetric else shape
+
+    def packed(self) -> Tensor:
+        """Return the tensor as it is sent."""
+        return pack_triangle(self.tensor) if self.symmetric else self.tensor
+
+    def unpacked(self, sent: Tensor) -> Tensor:
+        """Return what was sent, in whatever shape, in the shape of the tensor."""
+        sent = sent.view(self.sent_shape)
+        return unpack_triangle(sent, self.tensor.shape[-1]) if self.symmetric else sent
 
 
 class InverseState(ABC):

@@ -20,7 +20,6 @@ from kfac_optim.distributed.communication.transfer import leaves
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
 from kfac_optim.distributed.serving.layout import Layout
 from kfac_optim.inverses.state import Result
-from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 from kfac_optim.specs import LayerSpec
 
 States = Mapping[KFACBlock, Mapping[str, Any]]
@@ -174,7 +173,9 @@ def answer_layout(count: int, kind: Kind, asked: Sequence[KFACBlock], states: St
     numbers = torch.empty(1 + count * WORDS, dtype=torch.float64, device="meta")
     if kind is Kind.STATES:
         return Layout([numbers, *state_tensors(asked, states)])
-    return Layout([numbers, *(_like(result) for block in asked for _, _, result in results_of(block))])
+    results = (result for block in asked for _, _, result in results_of(block))
+    sent = (torch.empty(each.sent_shape, dtype=each.tensor.dtype, device="meta") for each in results)
+    return Layout([numbers, *sent])
 
 
 def state_tensors(blocks: Sequence[KFACBlock], states: States) -> list[Tensor]:
@@ -187,19 +188,3 @@ def results_of(block: KFACBlock) -> Iterator[tuple[str, int, Result]]:
     for part in block.inverse.parts(block.spec.by_blocks()):
         for number, result in enumerate(block.state.results(part.name)):
             yield part.name, number, result
-
-
-def packed(result: Result) -> Tensor:
-    """Return a result as it is sent: of a symmetric matrix one triangle."""
-    return pack_triangle(result.tensor) if result.symmetric else result.tensor
-
-
-def unpacked(result: Result, sent: Tensor) -> Tensor:
-    """Return what was sent in the shape of the result."""
-    return unpack_triangle(sent, result.tensor.shape[-1]) if result.symmetric else sent
-
-
-def _like(result: Result) -> Tensor:
-    shape = result.tensor.shape
-    sent = (*shape[:-2], triangle_size(shape[-1])) if result.symmetric else shape
-    return torch.empty(sent, dtype=result.tensor.dtype, device="meta")

@@ -17,7 +17,7 @@ from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
-from kfac_optim.distributed.serving.messages import BlockAnswer, Kind, results_of, unpacked, with_shown
+from kfac_optim.distributed.serving.messages import BlockAnswer, Kind, results_of, with_shown
 from kfac_optim.distributed.serving.rounds import Progress, Rounds
 from kfac_optim.distributed.state_transfer import StateTransfer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange, Status
@@ -258,7 +258,7 @@ class TrainingExecutor(DistributedExecutor):
             told, own = numbers[block], block.state.counters()
             received: dict[str, dict[int, Tensor]] = {}
             for part, number, result in results_of(block):
-                received.setdefault(part, {})[number] = unpacked(result, next(coming))
+                received.setdefault(part, {})[number] = result.unpacked(next(coming))
             counters = {key: each for key, each in zip(TOLD_COUNTERS, told.counters, strict=True) if key in own}
             status = Status(bool(told.held), int(told.refused), int(told.failed), counters)
             self.shared.exchange.status[block.name] = status

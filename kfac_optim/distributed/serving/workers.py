@@ -27,7 +27,6 @@ from kfac_optim.distributed.serving.messages import (
     answer_layout,
     model_tensors,
     order_layout,
-    packed,
     results_of,
     state_tensors,
     with_shown,
@@ -274,7 +273,7 @@ class Service:
             if kind is Kind.STATES:
                 tensors += state_tensors(asked, states)
             else:
-                tensors += [packed(result) for block in asked for _, _, result in results_of(block)]
+                tensors += [result.packed() for block in asked for _, _, result in results_of(block)]
             layout.pack(buffer, tensors)
         else:
             _numbers_alone(len(orders)).pack(buffer, tensors)

@@ -1,5 +1,6 @@
 """Statistics go from all ranks to the ones that refresh, and results to the ones that need them."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from kfac_optim.distributed.planning.plan_parts import LayerPlan, PartPlan
 from kfac_optim.distributed.planning.strategies import Statistics
 from kfac_optim.factors.factor import Elsewhere, Factor
 from kfac_optim.inverses.state import Result
-from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 from kfac_optim.utils.tensor_storage import drop, hold
 
 
@@ -168,7 +168,7 @@ class StatisticsExchange:
             for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in wanted:
-                        values[name] = _joined([each for _, each in results], bucket.payload)
+                        values[name] = _joined(results, bucket.payload)
             return values
 
         for received in shared(self._main, self._result_buckets[names], give, at_once=False):
@@ -328,27 +328,11 @@ def _parcels(block: KFACBlock, part: PartPlan) -> Iterator[tuple[str, _Numbered]
         yield result_name(block.name, part.part.name, measuring=measuring), chosen
 
 
-def _joined(results: Sequence[Result], dtype: torch.dtype) -> Tensor:
-    return torch.cat(
-        [(pack_triangle(tensor) if symmetric else tensor).flatten().to(dtype) for tensor, symmetric, _ in results]
-    )
+def _joined(results: _Numbered, dtype: torch.dtype) -> Tensor:
+    return torch.cat([each.packed().flatten().to(dtype) for _, each in results])
 
 
 def _split(joined: Tensor, results: _Numbered) -> dict[int, Tensor]:
     """Cut numbers into the shapes of the tensors."""
-    sizes = [_size(each) for _, each in results]
-    return {
-        number: _unpacked(flat, each) for (number, each), flat in zip(results, torch.split(joined, sizes), strict=True)
-    }
-
-
-def _size(result: Result) -> int:
-    tensor, symmetric, _ = result
-    return tensor.shape[0] * triangle_size(tensor.shape[-1]) if symmetric else tensor.numel()
-
-
-def _unpacked(flat: Tensor, result: Result) -> Tensor:
-    tensor, symmetric, _ = result
-    if not symmetric:
-        return flat.view(tensor.shape)
-    return unpack_triangle(flat.view(tensor.shape[0], -1), tensor.shape[-1])
+    parts = torch.split(joined, [math.prod(each.sent_shape) for _, each in results])
+    return {number: each.unpacked(part) for (number, each), part in zip(results, parts, strict=True)}
