@@ -1,16 +1,18 @@
-"""The hooks that carry the statistics of a module's calls to its blocks."""
+"""The hooks and watches that carry the statistics of calls to blocks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from kfac_optim.blocks.block import KFACBlock, LayerUse
+from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.layers.base import watch_of
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import Shards
 
@@ -78,3 +80,35 @@ class Sink:
     def separate_inputs(self, index: int) -> None:
         block, _ = self.attachments[index]
         block.revise(replace(block.spec, shared_input=False))
+
+
+class Watches:
+    """Has a watch for each matrix; `emitted` is called with each block that took statistics."""
+
+    def __init__(self, emitted: Callable[[KFACBlock], None]) -> None:
+        self._emitted = emitted
+        self._known: dict[tuple[nn.Parameter, bool], tuple[KFACBlock, LayerWatch, Handle]] = {}
+
+    def of(
+        self,
+        window: CaptureWindow,
+        block: KFACBlock,
+        statistics: Callable[[LayerCall], LayerStatistics],
+        *,
+        opposed: bool = False,
+    ) -> LayerWatch:
+        """Return the watch of a block's matrix, or (`opposed`) of its transpose, which makes `statistics` of a call."""
+        weight = block.params[0]
+        if (weight, opposed) not in self._known:
+            use = block.uses[0]
+            sink = Sink([(block, replace(use, opposed=True) if opposed else use)], self._emitted)
+            watch = watch_of(weight, sink, 0, statistics)
+            self._known[weight, opposed] = block, watch, window.watch_calls(watch)
+        return self._known[weight, opposed][1]
+
+    def keep(self, *present: Mapping[nn.Parameter, KFACBlock]) -> None:
+        """Drop the watches of blocks that none of these has."""
+        for key, (block, _, handle) in list(self._known.items()):
+            if not any(blocks.get(key[0]) is block for blocks in present):
+                handle.remove()
+                del self._known[key]

@@ -17,7 +17,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.blocks.attachment import Sink
+from kfac_optim.blocks.attachment import Watches
 from kfac_optim.blocks.block import KFACBlock, LayerUse
 from kfac_optim.capture.function_modes import Function, Product
 from kfac_optim.capture.layer_watch import LayerWatch
@@ -29,7 +29,6 @@ from kfac_optim.factors.call_rows import CallRows
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import pad
-from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
 from kfac_optim.layers.convolution.base import PatchAdapter, by_axis
 from kfac_optim.layers.convolution.conv import zeros_around
@@ -37,7 +36,6 @@ from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import edge, mapped
-from kfac_optim.utils.hooks import Handle
 
 _CONVOLUTION_ADAPTERS = (ConvAdapter, ConvTransposeAdapter)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -56,26 +54,21 @@ class DerivativeUses:
 
     def __init__(self, window: "weakref.ref[CaptureWindow]", emitted: Callable[[KFACBlock], None]) -> None:
         self._window = window
-        self._emitted = emitted
         self.is_on = self._follows_all = False
         self._blocks: list[KFACBlock] = []
         self._convolutions: dict[nn.Parameter, tuple[KFACBlock, LayerUse]] = {}
-        self._watches: dict[nn.Parameter, tuple[KFACBlock, LayerWatch, Handle]] = {}
+        self._watches = Watches(emitted)
         self._followed: set[nn.Parameter] = set()
 
     def know(self, blocks: Iterable[KFACBlock]) -> None:
         """Take these for the blocks from now on."""
         self._blocks = list(blocks)
-        present = {block.params[0]: block for block in self._blocks}
         self._convolutions = {
             block.params[0]: (block, block.uses[0])
             for block in self._blocks
             if len(block.uses) == 1 and type(block.adapter) in _CONVOLUTION_ADAPTERS
         }
-        for weight, (block, _, handle) in list(self._watches.items()):
-            if present.get(weight) is not block:
-                handle.remove()
-                del self._watches[weight]
+        self._watches.keep({block.params[0]: block for block in self._blocks})
         self.is_on = self._follows_all or any(block.follows_uses for block in self._blocks)
         if self._follows_all:
             self.begin(self._blocks)
@@ -152,7 +145,7 @@ class DerivativeUses:
         window = self._window()
         if window is None:
             return None
-        watch = weakref.ref(self._watch(window, block, rows_of))
+        watch = weakref.ref(self._watches.of(window, block, partial(_statistics, block, rows_of)))
         held = self._window, watch, weakref.ref(block)
         notes = _Notes(*held, window.roots.current(), opposed, bias is not None, of_function)
         if layer_input.dim() < weight.dim():
@@ -162,16 +155,6 @@ class DerivativeUses:
         if call is not None and window.estimate is not None:
             window.roots.expect(call, edge(output))
         return output
-
-    def _watch(
-        self, window: CaptureWindow, block: KFACBlock, rows_of: Callable[[LayerSpec, LayerCall], CallRows]
-    ) -> LayerWatch:
-        weight = block.params[0]
-        if weight not in self._watches:
-            sink = Sink([(block, block.uses[0])], self._emitted)
-            watch = watch_of(weight, sink, 0, partial(_statistics, block, rows_of))
-            self._watches[weight] = (block, watch, window.watch_calls(watch))
-        return self._watches[weight][1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.attachment import Sink
+from kfac_optim.blocks.attachment import Watches
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.derivatives import DerivativeUses
 from kfac_optim.blocks.tensor_uses import TensorUses
@@ -34,7 +34,6 @@ from kfac_optim.capture.listeners import ForwardListener
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import ADDS_BIAS, LayerCall, adds_bias_to_first
-from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ProductAdapter, ProductStatistics
@@ -69,13 +68,12 @@ class FunctionalUses(ForwardListener):
         self._tensors = TensorUses(window, claim, emitted)
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
-        self._emitted = emitted
         self._before_forward = weakref.WeakMethod(before_forward)
         self.expected: Collection[nn.Parameter] = ()
         self._blocks: dict[nn.Parameter, KFACBlock] = {}
         self._listening: list[KFACBlock] = []
         self._candidates: set[nn.Parameter] = set()
-        self._watches: dict[tuple[nn.Parameter, bool], tuple[LayerWatch, Handle]] = {}
+        self._watches = Watches(emitted)
         self._owners: dict[nn.Module, Handle] = {}
         self._others: dict[nn.Parameter, list[str]] = {}
         self._last: dict[nn.Parameter, ForwardCall] = {}
@@ -97,15 +95,13 @@ class FunctionalUses(ForwardListener):
             owners: modules with parameters that only functions show; they are looked into also when they run outside
                 a forward of the model: by themselves, or again within backward.
         """
-        before, heard = self._blocks, {param for block in self._listening for param in block.params}
+        heard = {param for block in self._listening for param in block.params}
         self._listening = list(blocks)
         for param in (param for block in self._listening for param in block.params):
             if param not in heard:  # nobody has counted out yet what its own module did
                 self._others.pop(param, None)
         self._blocks = {block.params[0]: block for block in self._listening if _is_plain(block)}
-        for weight, opposed in list(self._watches):
-            if self._blocks.get(weight) is not before[weight]:
-                self._watches.pop((weight, opposed))[1].remove()
+        self._watches.keep(self._blocks)
         self._candidates = set(candidates)
         self._tensors.know(self._listening, self._candidates)
         self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
@@ -117,9 +113,7 @@ class FunctionalUses(ForwardListener):
 
     def forget(self) -> None:
         """Listen to nothing."""
-        for _, handle in self._watches.values():
-            handle.remove()
-        self._watches.clear()
+        self._watches.keep()
         self._look_into(set())
         self.derivatives.know(())
         self._listening, self._blocks, self._candidates = [], {}, set()
@@ -337,12 +331,7 @@ class FunctionalUses(ForwardListener):
         return self._watch(window, block, opposed).number, adds_bias
 
     def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:
-        key = (block.params[0], opposed)
-        if key not in self._watches:
-            sink = Sink([(block, replace(block.uses[0], opposed=opposed))], self._emitted)
-            watch = watch_of(block.params[0], sink, 0, partial(_statistics, block, opposed))
-            self._watches[key] = (watch, window.watch_calls(watch))
-        return self._watches[key][0]
+        return self._watches.of(window, block, partial(_statistics, block, opposed), opposed=opposed)
 
 
 def _may_follow() -> bool:

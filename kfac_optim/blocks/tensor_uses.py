@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.attachment import Sink
+from kfac_optim.blocks.attachment import Watches
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.contractions import TensorProduct, added, whole_parameter
@@ -23,11 +23,10 @@ from kfac_optim.capture.noted_outputs import note_below
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.layers.base import WeightBiasAdapter, watch_of
+from kfac_optim.layers.base import WeightBiasAdapter
 from kfac_optim.layers.convolution.base import PatchAdapter
 from kfac_optim.layers.tensors import TensorAdapter, TensorStatistics
 from kfac_optim.utils.autograd import in_function_transform, no_view
-from kfac_optim.utils.hooks import Handle
 
 Claim = Callable[[TensorProduct], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
@@ -45,13 +44,12 @@ class TensorUses:
     def __init__(self, window: CaptureWindow, claim: Claim, emitted: Callable[[KFACBlock], None]) -> None:
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
-        self._emitted = emitted
         self._blocks: dict[nn.Parameter, KFACBlock] = {}
         self._layers: dict[nn.Parameter, KFACBlock] = {}
         self._last: dict[nn.Parameter, ForwardCall] = {}
         self._by_layer: set[nn.Parameter] = set()
         self._candidates: set[nn.Parameter] = set()
-        self._watches: dict[nn.Parameter, tuple[KFACBlock, LayerWatch, Handle]] = {}
+        self._watches = Watches(emitted)
 
     def know(self, blocks: Iterable[KFACBlock], candidates: set[nn.Parameter]) -> None:
         """Take these for the blocks and candidates from now on; the set is shared with the caller."""
@@ -59,10 +57,7 @@ class TensorUses:
         self._layers = {block.params[0]: block for block in blocks if len(block.uses) == 1}
         self._candidates = candidates
         self._by_layer &= self._layers.keys()
-        for weight, (block, _, handle) in list(self._watches.items()):
-            if block not in (self._blocks.get(weight), self._layers.get(weight)):
-                handle.remove()
-                del self._watches[weight]
+        self._watches.keep(self._blocks, self._layers)
 
     def saw(self, product: TensorProduct, output: Tensor, *, in_place: bool) -> tuple[Tensor, KFACBlock | None]:
         """Note a product, or a sum.
@@ -169,12 +164,7 @@ class TensorUses:
         return claimed
 
     def _watch(self, window: CaptureWindow, block: KFACBlock) -> LayerWatch:
-        weight = block.params[0]
-        if weight not in self._watches:
-            sink = Sink([(block, block.uses[0])], self._emitted)
-            watch = watch_of(weight, sink, 0, partial(_statistics, block))
-            self._watches[weight] = (block, watch, window.watch_calls(watch))
-        return self._watches[weight][1]
+        return self._watches.of(window, block, partial(_statistics, block))
 
 
 def _read_sum(product: TensorProduct, output: Tensor, _: Tensor | None) -> tuple[Tensor, int, tuple[int, ...]]:
