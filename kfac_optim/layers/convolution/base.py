@@ -5,28 +5,32 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from kfac_optim.capture.function_modes import Function
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patch_correlation import correlated_gram, correlation_pays
 from kfac_optim.factors.patches import Patches
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import bordered, channel_rows, gram, on_host, sketch_of
 from kfac_optim.factors.subsampling import RowSample
-from kfac_optim.layers.base import M, StatisticsSink, WeightBiasAdapter
+from kfac_optim.layers.base import StatisticsSink, WeightBiasAdapter
 from kfac_optim.layers.noted_function import Noted, note_function
 from kfac_optim.linalg.sketches import sketch_directions
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 from kfac_optim.utils.hooks import Handle
 
+N = TypeVar("N", bound=_ConvNd)
 
-class PatchStatistics(RowStatistics):
+
+class PatchStatistics(RowStatistics, Generic[N]):
     """Computes the statistics of a layer whose rows are patches of feature maps: a convolution, in one view or another.
 
     Rows are copies, `prod(kernel)` times as large as the input. They are made where rows are asked for. Moments are
@@ -37,15 +41,16 @@ class PatchStatistics(RowStatistics):
     how many there are: there all are made.
 
     Args:
-        ndim: dimensions of space.
+        module: the convolution, for its kernel and groups; for stride, padding and dilation where the context of the
+            call does not tell them.
         spec: as in `RowStatistics`, as are `call` and `dtype`.
     """
 
     rows_suffice = True
 
-    def __init__(self, ndim: int, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
+    def __init__(self, module: N, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
         super().__init__(spec, call, dtype)
-        self.ndim = ndim
+        self.module, self.ndim = module, len(module.kernel_size)
 
     @abstractmethod
     def patches(self, features: Tensor) -> Patches:
@@ -146,7 +151,7 @@ class PatchStatistics(RowStatistics):
         return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)
 
 
-class PatchAdapter(WeightBiasAdapter[M]):
+class PatchAdapter(WeightBiasAdapter[N]):
     """Handles a convolution, in one view or another.
 
     A forward of its own may pad and crop as it likes, call torch's function several times, or hand it something
@@ -157,9 +162,17 @@ class PatchAdapter(WeightBiasAdapter[M]):
     in_rows = True
     functions: ClassVar[Mapping[type[nn.Module], Function]]
     """What torch's own module calls."""
+    rows_of: type[PatchStatistics[N]]
+    """What makes statistics of a call."""
+
+    def unbatched_ndim(self, module: N) -> int:
+        return len(module.kernel_size) + 1
+
+    def statistics(self, module: N, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
+        return self.rows_of(module, spec, call, dtype)
 
     @abstractmethod
-    def context(self, module: M, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
+    def context(self, module: N, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
         """Return what a call of the function did, as `LayerCall.context`; None if it is not the matrix of the layer.
 
         Args:
@@ -168,7 +181,7 @@ class PatchAdapter(WeightBiasAdapter[M]):
             kwargs: keyword arguments of the function.
         """
 
-    def capture(self, module: M, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink) -> Handle:
+    def capture(self, module: N, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink) -> Handle:
         family = next((cls for cls in type(module).__mro__ if cls in self.functions), None)
         if family is None or not _overrides(module, family, ("forward", "_conv_forward")):
             return super().capture(module, specs, window, sink)
@@ -178,8 +191,8 @@ class PatchAdapter(WeightBiasAdapter[M]):
 
 
 def _read(
-    adapter: PatchAdapter[M],
-    module: M,
+    adapter: PatchAdapter[N],
+    module: N,
     has_bias: bool,
     input: Tensor,  # noqa: A002 (torch's name)
     weight: Tensor,

@@ -3,30 +3,16 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from kfac_optim.factors.layer_call import LayerCall
-from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import Patches, pad
 from kfac_optim.layers.convolution.base import PatchAdapter, PatchStatistics, by_axis
-from kfac_optim.specs import LayerSpec
 
 
-class ConvStatistics(PatchStatistics):
-    """Rows are patches, ordered `(channel, *kernel)` like the weight's own trailing dimensions.
-
-    Args:
-        module: the convolution, for its kernel and groups; for stride, padding and dilation where the context of the
-            call does not tell them.
-        spec: as in `RowStatistics`, as are `call` and `dtype`.
-    """
-
-    def __init__(self, module: _ConvNd, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
-        super().__init__(len(module.kernel_size), spec, call, dtype)
-        self.module = module
+class ConvStatistics(PatchStatistics[_ConvNd]):
+    """Rows are patches, ordered `(channel, *kernel)` like the weight's own trailing dimensions."""
 
     def patches(self, features: Tensor) -> Patches:
         module = self.module
@@ -58,6 +44,7 @@ def zeros_around(
 
 class ConvAdapter(PatchAdapter[_ConvNd]):
     functions: ClassVar = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+    rows_of = ConvStatistics
 
     def context(
         self,
@@ -76,9 +63,3 @@ class ConvAdapter(PatchAdapter[_ConvNd]):
 
     def groups(self, module: _ConvNd) -> int:
         return module.groups
-
-    def unbatched_ndim(self, module: _ConvNd) -> int:
-        return len(module.kernel_size) + 1
-
-    def statistics(self, module: _ConvNd, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
-        return ConvStatistics(module, spec, call, dtype)

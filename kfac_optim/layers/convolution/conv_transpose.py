@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from kfac_optim.factors.layer_call import LayerCall
-from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import Patches, pad
 from kfac_optim.layers.convolution.base import PatchAdapter, PatchStatistics, by_axis
 from kfac_optim.specs import LayerSpec
@@ -30,18 +27,8 @@ class ConvTransposeSpec(LayerSpec):
     """Elements of the kernel: it is unpacked from in front of the bias, as `[groups, out, in_channels, taps]`."""
 
 
-class ConvTransposeStatistics(PatchStatistics):
-    """Rows are patches of the interleaved input, ordered `(channel, *kernel)` with the kernel flipped.
-
-    Args:
-        module: the transposed convolution, for its kernel; for stride, padding and dilation where the context of the
-            call does not tell them.
-        spec: as in `RowStatistics`, as are `call` and `dtype`.
-    """
-
-    def __init__(self, module: _ConvTransposeNd, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
-        super().__init__(len(module.kernel_size), spec, call, dtype)
-        self.module = module
+class ConvTransposeStatistics(PatchStatistics[_ConvTransposeNd]):
+    """Rows are patches of the interleaved input, ordered `(channel, *kernel)` with the kernel flipped."""
 
     def patches(self, features: Tensor) -> Patches:
         module = self.module
@@ -74,6 +61,7 @@ class ConvTransposeAdapter(PatchAdapter[_ConvTransposeNd]):
         nn.ConvTranspose2d: F.conv_transpose2d,
         nn.ConvTranspose3d: F.conv_transpose3d,
     }
+    rows_of = ConvTransposeStatistics
 
     def context(
         self,
@@ -89,18 +77,10 @@ class ConvTransposeAdapter(PatchAdapter[_ConvTransposeNd]):
         ndim = len(module.kernel_size)
         return (*by_axis(stride, ndim), *by_axis(dilation, ndim), *by_axis(padding, ndim))
 
-    def unbatched_ndim(self, module: _ConvTransposeNd) -> int:
-        return len(module.kernel_size) + 1
-
     def spec(self, module: _ConvTransposeNd, name: str, params: tuple[str, ...]) -> LayerSpec:
         taps, groups = math.prod(module.kernel_size), module.groups
         in_dim = module.in_channels // groups * taps + len(params) - 1
         return ConvTransposeSpec(name, params, in_dim, module.out_channels // groups, groups, taps=taps)
-
-    def statistics(
-        self, module: _ConvTransposeNd, spec: LayerSpec, call: LayerCall, dtype: torch.dtype
-    ) -> LayerStatistics:
-        return ConvTransposeStatistics(module, spec, call, dtype)
 
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
         assert isinstance(spec, ConvTransposeSpec)
