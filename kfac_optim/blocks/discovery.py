@@ -111,59 +111,39 @@ def claim(
     options: BlockOptions,
     coverage: Coverage,
 ) -> KFACBlock | None:
-    """Make a block of a candidate that a function multiplies by; its bias joins where the module owns that too."""
-    if isinstance(product, TensorProduct):
-        return _claim_tensor(model, product, group_of, options, coverage)
-    weight = product.weight
-    usable = weight.requires_grad and weight.is_floating_point() and weight.numel() > 0
-    if weight not in coverage.candidates or not usable:
-        return None
-    names = ModuleNames(model)
-    path, module = _owner(names, weight)
-    local, bias = _local_name(names, module, weight), _local_name(names, module, product.bias)
-    if local is None:
-        return None  # taken out of the model since
-    adapter = ProductAdapter(transposes=product.transposed)
-    out_dim, in_dim = reversed(weight.shape) if product.transposed else weight.shape
-    params: tuple[str, ...] = (local,)
-    if (
-        bias is not None
-        and product.bias in coverage.candidates
-        and tuple(module.get_parameter(bias).shape) == (out_dim,)
-    ):
-        params = (local, bias)
-    spec = LayerSpec(_product_name(names.shown[path], local), params, in_dim + len(params) - 1, out_dim)
-    use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), set(params))
-    block = build(Assembly(names, group_of, options), [use], [spec], [False])
-    if block is not None:
-        cover(coverage, block)
-    return block
+    """Make a block of a candidate that a function multiplies by, finds matrices in, or adds to rows.
 
-
-def _claim_tensor(
-    model: nn.Module,
-    product: TensorProduct,
-    group_of: Mapping[nn.Parameter, dict[str, Any]],
-    options: BlockOptions,
-    coverage: Coverage,
-) -> KFACBlock | None:
-    """Make a block of a candidate in which a function found matrices, or which it added to rows."""
+    The bias of a product joins where the module owns that too.
+    """
     weight = product.weight
     if weight not in coverage.candidates or not weight.requires_grad or not weight.is_floating_point():
-        return None
-    if options.matrices_only and _is_vector(weight):
         return None
     names = ModuleNames(model)
     path, module = _owner(names, weight)
     local = _local_name(names, module, weight)
     if local is None:
         return None  # taken out of the model since
-    adapter = TensorAdapter(product.shape, product.sides)
-    groups, out_dim, in_dim = adapter.sizes
-    spec = LayerSpec(_product_name(names.shown[path], local), (local,), in_dim, out_dim, groups, own_rows=True)
-    if product.added is not None:  # its one input is 1
-        spec = replace(spec, structure=added_structure(spec))
-    use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), {local})
+    name = _product_name(names.shown[path], local)
+    params: tuple[str, ...] = (local,)
+    adapter: ProductAdapter
+    if isinstance(product, TensorProduct):
+        if options.matrices_only and _is_vector(weight):
+            return None
+        adapter = TensorAdapter(product.shape, product.sides)
+        groups, out_dim, in_dim = adapter.sizes
+        spec = LayerSpec(name, params, in_dim, out_dim, groups, own_rows=True)
+        if product.added is not None:  # its one input is 1
+            spec = replace(spec, structure=added_structure(spec))
+    else:
+        if weight.numel() == 0:
+            return None
+        out_dim, in_dim = reversed(weight.shape) if product.transposed else weight.shape
+        bias = _local_name(names, module, product.bias)
+        if bias is not None and product.bias in coverage.candidates:
+            params += (bias,) if tuple(module.get_parameter(bias).shape) == (out_dim,) else ()
+        spec = LayerSpec(name, params, in_dim + len(params) - 1, out_dim)
+        adapter = ProductAdapter(transposes=product.transposed)
+    use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), set(params))
     block = build(Assembly(names, group_of, options), [use], [spec], [False])
     if block is not None:
         cover(coverage, block)
