@@ -9,7 +9,7 @@ they are, until a derivative of a product is itself seen to be used; then all us
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,13 +31,13 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import pad
 from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
 from kfac_optim.layers.convolution.base import PatchAdapter, by_axis
-from kfac_optim.layers.convolution.conv import zeros_around
 from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import edge, mapped
 
 _CONVOLUTION_ADAPTERS = (ConvAdapter, ConvTransposeAdapter)
+_OPERANDS = ("input", "weight", "bias")
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
@@ -111,25 +111,35 @@ class DerivativeUses:
 
     def convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Compute a convolution with the weight of a block."""
-        read = _read_transposed if function in _TRANSPOSED else _read_convolution
-        call, window = read(*args, **kwargs), self._window()
-        if window is None or not isinstance(call.weight, nn.Parameter):
+        given, options = {**dict(zip(_OPERANDS, args, strict=False)), **kwargs}, args[len(_OPERANDS) :]
+        layer_input, param, bias = (given.pop(name, None) for name in _OPERANDS)
+        window = self._window()
+        if window is None or not isinstance(param, nn.Parameter):
             return None
-        weight = window.shards.known(call.weight)
+        weight = window.shards.known(param)
         block, use = self._convolutions.get(weight, (None, None))
         if block is None or use is None or not (block.follows_uses and block.takes_statistics()):
             return None
-        context = _adapter(use).context(use.module, **call.numbers())
+        module: Any = use.module
+        context = _adapter(use).context(module, *options, **given)
         if context is None:
             return None
-        adds_bias = len(block.params) > 1 and call.bias is block.params[1]
+        ndim, transposed = param.dim() - 2, function in _TRANSPOSED
+        stride, dilation, padding, *after = (context[at : at + ndim] for at in range(0, len(context), ndim))
+        beyond = (*options[2:3], given.get("output_padding", 0))[0] if transposed else 0
+        if after and after[0] != padding:
+            layer_input, padding = pad(layer_input, tuple(zip(padding, after[0], strict=True))), (0,) * ndim
+            context = (*stride, *dilation, *padding, *padding)
+        numbers = stride, padding, dilation, transposed, by_axis(beyond, ndim), module.groups
+        weight_map = ConvolutionMap(tuple(layer_input.shape[-ndim:]), *numbers)
+        adds_bias = len(block.params) > 1 and bias is block.params[1]
         rows_of = partial(_convolution_rows, block, use)
-        bias, weight_map = call.bias if adds_bias else None, call.weight_map()
-        output = self._apply(call.input, call.weight, bias, weight_map, block, rows_of, False, context)
+        added = bias if adds_bias else None
+        output = self._apply(layer_input, param, added, weight_map, block, rows_of, False, context)
         if output is None:
             return None
         self._followed.add(weight)
-        return output if call.bias is None or bias is not None else weight_map.with_bias(output, call.bias)
+        return output if bias is None or adds_bias else weight_map.with_bias(output, bias)
 
     def _apply(
         self,
@@ -215,69 +225,6 @@ class _Notes:
             block.join_uses()
         context = use_context(transposed != self.opposed, self.adds_bias, *self.of_function)
         return window.note_use(watch, tensor, self.root, context, examples=examples_of(tensor, 1))
-
-
-@dataclass(frozen=True)
-class _ConvolutionCall:
-    """Holds what a function of torch's was asked to convolve, its numbers by dimension of space."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-    transposed: bool
-    groups: int
-
-    @property
-    def space(self) -> tuple[int, ...]:
-        return tuple(self.input.shape[-len(self.stride) :])
-
-    def numbers(self) -> dict[str, Any]:
-        """Return what `PatchAdapter.context` reads."""
-        found = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
-        return found | {"output_padding": self.output_padding} if self.transposed else found
-
-    def weight_map(self) -> ConvolutionMap:
-        """Return the function that is linear in input and weight."""
-        numbers = self.space, self.stride, self.padding, self.dilation
-        return ConvolutionMap(*numbers, self.transposed, self.output_padding, self.groups)
-
-
-def _read_convolution(
-    input: Tensor,  # noqa: A002 (torch's name, as those below)
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> _ConvolutionCall:
-    ndim = weight.dim() - 2
-    strides, dilations = by_axis(stride, ndim), by_axis(dilation, ndim)
-    zeros = zeros_around(padding, weight.shape[2:], dilations)
-    if any(before != after for before, after in zeros):
-        input, zeros = pad(input, zeros), ((0, 0),) * ndim  # noqa: A001
-    amounts = tuple(before for before, _ in zeros)
-    return _ConvolutionCall(input, weight, bias, strides, amounts, dilations, (0,) * ndim, False, groups)
-
-
-def _read_transposed(
-    input: Tensor,  # noqa: A002 (torch's name, as those below)
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    output_padding: int | Sequence[int] = 0,
-    groups: int = 1,
-    dilation: int | Sequence[int] = 1,
-) -> _ConvolutionCall:
-    strides, amounts, dilations, beyond = (
-        by_axis(each, weight.dim() - 2) for each in (stride, padding, dilation, output_padding)
-    )
-    return _ConvolutionCall(input, weight, bias, strides, amounts, dilations, beyond, True, groups)
 
 
 def _statistics(
