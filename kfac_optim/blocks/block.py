@@ -96,7 +96,7 @@ class KFACBlock:
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         waiting: rows of this step whose moments are computed with those of other blocks, by `folding.sum_rows`.
-        under_way: the refresh that is under way, if any; a new state has none.
+        under_way: the refresh that is under way, if any; a new state has none. To set it to None forgets that.
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which the captured calls did not account for the gradient, on any process.
         silent: how many steps have passed, since the loss last used the layer, in which statistics were wanted out of
@@ -371,14 +371,6 @@ class KFACBlock:
         if clock.folds and not follows and clock.has_outrun(self.damping):
             return True
         return clock.refresh_due(period_of(self.group, "inverse_update_period"), self.phase)
-
-    def begin_refresh(self, under_way: RefreshUnderWay) -> None:
-        """Note that an inverse is computed from now on, to be adopted at a later step."""
-        self.under_way = under_way
-
-    def drop_refresh(self) -> None:
-        """Forget the refresh that is under way, if any: what it brings is too old, or no longer ours."""
-        self.under_way = None
 
     @property
     def wide_dtype(self) -> torch.dtype:

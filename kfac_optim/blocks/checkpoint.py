@@ -160,7 +160,7 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
             block.restart()  # for the place of what this process did not need
         block.load(Clock(**state["clock"]), state["inverse"])
         if "under_way" in state:
-            block.begin_refresh(_finished(block, state["under_way"]))
+            block.under_way = _finished(block, state["under_way"])
     else:
         block.restart(step=state["clock"]["step"])
 

@@ -23,5 +23,5 @@ def make_shadow(block: KFACBlock, spare: KFACBlock | None = None) -> KFACBlock:
 def adopt(block: KFACBlock, shadow: KFACBlock) -> None:
     """Take over the inverse that a copy of the block at an earlier step was given since."""
     block.state.adopt(shadow.state)
-    block.drop_refresh()
+    block.under_way = None
     block.clock.note_adoption(shadow.clock)

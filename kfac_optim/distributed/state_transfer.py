@@ -84,7 +84,7 @@ class StateTransfer(WholeStates):
         if self._holdings is not None and self._statistics is not None and not was_loaded:
             states, buffers = self._holdings.handed_over(self._statistics.planned_as_it_is(), holdings)
             for block in blocks:
-                block.drop_refresh()  # the old owners have begun it
+                block.under_way = None  # the old owners have begun it
         self._plan, self._holdings, self._statistics = plan, holdings, statistics
         if self._lost is not None:
             self._restarted += holdings.recover(blocks, self._lost)

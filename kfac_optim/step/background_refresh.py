@@ -44,7 +44,7 @@ class BackgroundRefresher(Refresher):
             self._begin_worker()
             for block in blocks:
                 if block.under_way is not None and not block.under_way.done.done():
-                    block.drop_refresh()
+                    block.under_way = None
         collected = []
         for block in blocks:
             if block.under_way is not None and self._is_awaited(block, block.under_way):
@@ -77,14 +77,14 @@ class BackgroundRefresher(Refresher):
             _refresh, self._executor.statistics.solve, shadows, self._lanes(shadows), torch.get_num_threads()
         )
         for block, shadow in zip(blocks, shadows, strict=True):
-            block.begin_refresh(RefreshUnderWay(shadow, done))
+            block.under_way = RefreshUnderWay(shadow, done)
 
     def _take_over(self, block: KFACBlock, under_way: RefreshUnderWay, blocks: Sequence[KFACBlock]) -> None:
         error = under_way.done.exception()  # waits
         if error is not None:
             failed = [each for each in blocks if each.under_way is not None and each.under_way.done is under_way.done]
             for each in failed:
-                each.drop_refresh()
+                each.under_way = None
             raise RuntimeError(
                 f"kfac_optim: the background refresh of {', '.join(repr(each.name) for each in failed)}, begun at step "
                 f"{under_way.shadow.clock.step}, raised {type(error).__name__}: {error}. They keep their inverses and "

@@ -168,7 +168,7 @@ class Engine:
             collected = self.refresher.collect(blocks)
             refreshed = self.refresher.refresh([block for block in blocks if block.refresh_due()])
             for block in refreshed:
-                block.drop_refresh()  # by now what is under way would be older
+                block.under_way = None  # by now what is under way would be older
                 # Until a sample was accepted there is nothing behind a refresh, and it does not count.
                 if block.is_ready or self.executor.statistics.has_statistics(block):
                     block.clock.note_refresh(block.damping)
