@@ -282,8 +282,7 @@ class KFACOptimizer(Optimizer):
         config = choice.chosen_config(distributed, sharded=any_sharded(params))
         self._executor: Executor = Executor()
         if config is not None:
-            arguments = choices.arguments()
-            self._executor = choosing.executor_of(self, config, step_size, arguments, self._window, estimate)
+            self._executor = choosing.executor_of(self, config, choices, self._window)
         if isinstance(distributed, DistributedConfig) and distributed.pipeline is not None:
             check_stage_choices(choices)
             self._executor.stages = PipelineStages(distributed.pipeline, distributed.timeout)

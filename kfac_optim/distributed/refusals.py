@@ -11,7 +11,6 @@ from kfac_optim.blocks.selection import holders
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullySharded, Sharded
 from kfac_optim.fisher.estimates import NamedLoss
-from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import Sketched
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.refresh_schedules import Background, Staggered
@@ -58,13 +57,11 @@ def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: boo
             f"kfac_optim: on several processes {refresh} would take results over at steps that differ from process to "
             "process, as each finds them done at another time. Pass Background(..., deterministic=True)."
         )
-    named = choices.inverse.values() if isinstance(choices.inverse, Mapping) else (choices.inverse,)
-    for each in named:
-        if isinstance(each, Inverse) and each.takes_rows:
-            raise ValueError(
-                f"kfac_optim: {each!r} solves for the residuals of one process, and there are several. Pass "
-                "distributed=False to train on each rank by itself, or another inverse."
-            )
+    if choices.by_rows:
+        raise ValueError(
+            f"kfac_optim: {choices.by_rows[0]!r} solves for the residuals of one process, and there are several. Pass "
+            "distributed=False to train on each rank by itself, or another inverse."
+        )
     if config.experts is not None:
         _check_expert_choices(choices)
     strategy = config.strategy
@@ -79,11 +76,10 @@ def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: boo
 
 def _check_expert_choices(choices: Choices) -> None:
     """Raise ValueError for choices that look at the whole model, of which each rank has a part."""
-    whole: list[object] = [*choices.judges, *([choices.step_size] if choices.step_size.needs_closure else [])]
-    if whole:
+    if choices.evaluators:
         raise ValueError(
-            f"kfac_optim: {whole[0]!r} evaluates the whole model, and each rank has experts of its own. Use "
-            "AdaptiveTrustRegion() and a fixed damping."
+            f"kfac_optim: {choices.evaluators[0]!r} evaluates the whole model, and each rank has experts of its own. "
+            "Use AdaptiveTrustRegion() and a fixed damping."
         )
     if isinstance(choices.estimate, NamedLoss) and choices.estimate.several:
         raise ValueError(

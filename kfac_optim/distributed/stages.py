@@ -1,6 +1,6 @@
 """The stages of a pipeline: each rank has an optimizer for its part of the model, and one trust region bounds all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
 from kfac_optim.fisher.estimates import NamedLoss
-from kfac_optim.inverses.base import Inverse
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.scalars import Scalar, scalars
 from kfac_optim.step.stages import Stages
@@ -85,11 +84,7 @@ def check_stage_choices(choices: Choices) -> None:
     Args:
         choices: the user's choices.
     """
-    named = choices.inverse.values() if isinstance(choices.inverse, Mapping) else (choices.inverse,)
-    whole: list[object] = [*choices.judges, *(each for each in named if isinstance(each, Inverse) and each.takes_rows)]
-    if choices.step_size.needs_closure:
-        whole.append(choices.step_size)
-    if whole:
+    if whole := [*choices.judges, *choices.by_rows, *choices.evaluators]:
         raise ValueError(
             f"kfac_optim: {whole[0]!r} evaluates the whole model, of which each stage of a pipeline has a part. Use "
             "AdaptiveTrustRegion() and a fixed damping, or leave pipeline out of DistributedConfig."

@@ -98,7 +98,7 @@ class Choices:
             factor_dtype=self.factor_dtype,
         )
         self.step_size.check_layers(options)
-        _check_rows(self.inverse, self.estimate, self.structure)
+        self._check_rows()
         object.__setattr__(self, "options", options)
         object.__setattr__(self, "skip_layers", options.skip_layers)
 
@@ -114,6 +114,17 @@ class Choices:
         return [judge for judge in judges if judge is not None]
 
     @cached_property
+    def evaluators(self) -> list[StepSize | LevenbergMarquardt]:
+        """Give the choices that evaluate the model, or the curvature of its loss."""
+        return self.judges + ([self.step_size] if self.step_size.needs_closure else [])
+
+    @cached_property
+    def by_rows(self) -> list[Inverse[Any]]:
+        """Give the representations of the inverse, among those that are named, which are made of rows."""
+        named = self.inverse.values() if isinstance(self.inverse, Mapping) else (self.inverse,)
+        return [each for each in named if isinstance(each, Inverse) and each.takes_rows]
+
+    @cached_property
     def whole(self) -> list[StepSize | LevenbergMarquardt]:
         """Give the choices that need whole parameters, and so no shards."""
         choices = (None if self.step_size.takes_shards else self.step_size, self.adapt_damping)
@@ -124,19 +135,19 @@ class Choices:
         """Give the schedule of refreshes, wherever they are done."""
         return self.refresh.schedule if isinstance(self.refresh, Background) else self.refresh
 
+    def _check_rows(self) -> None:
+        """Refuse an estimate without residuals, where a representation of the inverse is made of them."""
+        for each in self.by_rows:
+            if not isinstance(self.estimate, ExactGGN):
+                raise TypeError(
+                    f"kfac_optim: {each!r} is made of the residuals of the loss, and estimate={self.estimate!r} does "
+                    "not give them. Pass estimate=ExactGGN(criterion), with the criterion that the training loop calls."
+                )
+            if self.structure is not None:
+                raise ValueError(
+                    f"kfac_optim: {each!r} keeps no factors, and structure={self.structure!r} is theirs. Drop it."
+                )
+
     def arguments(self) -> dict[str, Any]:
         """Give the arguments of `KFACOptimizer` by name, as it was given them."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-
-
-def _check_rows(inverse: Any, estimate: Estimate, structure: Any) -> None:
-    """Refuse an estimate without residuals, where a representation of the inverse is made of them."""
-    named = inverse.values() if isinstance(inverse, Mapping) else (inverse,)
-    for each in named:
-        if isinstance(each, Inverse) and each.takes_rows and not isinstance(estimate, ExactGGN):
-            raise TypeError(
-                f"kfac_optim: {each!r} is made of the residuals of the loss, and estimate={estimate!r} does not give "
-                "them. Pass estimate=ExactGGN(criterion), with the criterion that the training loop calls."
-            )
-        if isinstance(each, Inverse) and each.takes_rows and structure is not None:
-            raise ValueError(f"kfac_optim: {each!r} keeps no factors, and structure={structure!r} is theirs. Drop it.")

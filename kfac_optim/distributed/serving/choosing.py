@@ -1,7 +1,7 @@
 """Which executor an optimizer has, and who carries out its refreshes; what it does for statistics workers."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.distributed import choice as choices
+from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.expert_executor import ExpertExecutor
@@ -20,48 +20,43 @@ from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.planning.strategies import Replicated, Statistics
 from kfac_optim.distributed.serving.trainers import RoundRefresher, TrainingExecutor
 from kfac_optim.distributed.serving.workers import OrderedRefresher, Service, ServingExecutor
-from kfac_optim.fisher.estimates import Estimate
 from kfac_optim.step.background_refresh import BackgroundRefresher
+from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Executor
 from kfac_optim.step.refresh_schedules import Background, Refresh
 from kfac_optim.step.refresher import Refresher
-from kfac_optim.step.step_size import StepSize
 
 
 def executor_of(
     optimizer: Optimizer,
     config: DistributedConfig,
-    step_size: StepSize,
-    arguments: Mapping[str, Any],
+    choices: Choices,
     window: CaptureWindow,
-    estimate: Estimate,
 ) -> DistributedExecutor | ExpertExecutor:
     """Return the executor of an optimizer; with statistics workers it depends on what this rank does.
 
     Args:
         optimizer: the optimizer; its groups and state are asked for at each step.
         config: the user's choices about processes.
-        step_size: the user's choice.
-        arguments: all choices of the user, by name.
+        choices: all others of the user.
         window: counts the terms of the loss.
-        estimate: says what output gradients are multiplied by.
 
     Raises:
         ValueError: choices do not go together with statistics workers.
     """
-    described = choices.described(arguments)
-    view = OptimizerView(weakref.ref(optimizer), step_size, described, window, estimate)
+    described = choice.described(choices.arguments())
+    view = OptimizerView(weakref.ref(optimizer), choices.step_size, described, window, choices.estimate)
     if config.experts is not None:
         return ExpertExecutor(config, view)
-    if (choice := config.workers) is None:
+    if (workers := config.workers) is None:
         return DistributedExecutor(config, view)
-    _check_choices(config, arguments)
-    role = choice.role()
+    _check_choices(config, choices)
+    role = workers.role()
     # Among ranks that train none sends statistics; among workers all do.
     strategy = Replicated(statistics=Statistics.ALL if role.serves else Statistics.OWN)
     config = replace(config, strategy=strategy, group=role.group, overlap=False, workers=None)
     kind = ServingExecutor if role.serves else TrainingExecutor
-    return kind(config, view, choice=choice, role=role)
+    return kind(config, view, choice=workers, role=role)
 
 
 def refresher_of(executor: Executor, refresh: Refresh) -> Refresher:
@@ -110,22 +105,21 @@ def dismiss(executor: Executor) -> None:
         executor.dismiss()
 
 
-def _check_choices(config: DistributedConfig, arguments: Mapping[str, Any]) -> None:
+def _check_choices(config: DistributedConfig, choices: Choices) -> None:
     """Raise ValueError for choices that need statistics or refreshes where the training goes on."""
-    if isinstance(arguments["refresh"], Background):
+    if isinstance(choices.refresh, Background):
         raise ValueError(
             f"kfac_optim: {config.workers} refreshes beside the training already, and so does "
-            f"refresh={arguments['refresh']}. Leave one of them out."
+            f"refresh={choices.refresh}. Leave one of them out."
         )
-    if arguments["step_size"].needs_closure:
+    if choices.step_size.needs_closure:
         raise ValueError(
-            f"kfac_optim: {arguments['step_size']!r} evaluates the closure of a step at other parameters, and on a "
+            f"kfac_optim: {choices.step_size!r} evaluates the closure of a step at other parameters, and on a "
             f"worker of {config.workers} no step has one. Use AdaptiveTrustRegion(), or leave workers out."
         )
-    judges = arguments["step_size"] if arguments["step_size"].needs_objective else arguments["adapt_damping"]
-    if judges is not None:
+    if choices.judges:
         raise ValueError(
-            f"kfac_optim: {judges!r} looks at the curvature of the loss, or takes steps back, which asks for inverses "
-            f"at once; with {config.workers} they come later. Use AdaptiveTrustRegion() and a fixed damping, or leave "
-            "workers out."
+            f"kfac_optim: {choices.judges[0]!r} looks at the curvature of the loss, or takes steps back, which asks "
+            f"for inverses at once; with {config.workers} they come later. Use AdaptiveTrustRegion() and a fixed "
+            "damping, or leave workers out."
         )
