@@ -786,7 +786,8 @@ class KFACOptimizer(Optimizer):
 
         On several processes this is no collective, but every rank calls it, with the same checkpoint or with a part of
         it each. The next step brings what some rank has to the ranks that own it now, and each rank drops the rest.
-        What no rank has starts from zero on all of them, with a warning.
+        What no rank has starts from zero on all of them, with a warning. With `EKFAC`, where a rank reads a part, call
+        `consolidate_state_dict(to=None)` on all ranks afterwards, or the statistics of the next step are dropped.
 
         Raises:
             ValueError: the checkpoint belongs to other layers, which are named, or to another optimizer, or is damaged;
