@@ -55,7 +55,7 @@ from kfac_optim import (
     NewtonSchulz,
     SelectedUpdates,
 )
-from kfac_optim.step.execution import Statistics
+from kfac_optim.step.roles import Statistics
 
 _BASELINE = "SGD, fused"
 REPRESENTATIONS: dict[str, Inverse[Any]] = {

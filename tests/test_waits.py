@@ -21,7 +21,7 @@ PROBED = "capture.scale_probe._common_factor: tolist"  # by what were the gradie
 USED = "blocks.preconditioning.says_something: _local_scalar_dense"  # is any gradient not zero? The first step alone.
 CHECKED = "capture.gradient_check.conclude: tolist"  # do the calls account for the gradients? The first step alone.
 UNIT = "step.adaptive_trust_region.loss_unit: _local_scalar_dense"  # of the loss, which the damping is in
-SETBACKS = "step.execution.setbacks: tolist"  # too many of them in a row?
+SETBACKS = "step.roles.setbacks: tolist"  # too many of them in a row?
 HELD = "inverses.pair_inverse.has_statistics: _local_scalar_dense"  # of each block, until it has some
 HELD_THREE = "inverses.doubly_factored_state.has_statistics: _local_scalar_dense"
 # One for each batched call:

@@ -27,7 +27,8 @@ from kfac_optim.distributed.gradients.flow import ReplicatedGradients, sum_scala
 from kfac_optim.distributed.gradients.undivided import DivisionCheck
 from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.refusals import refuse_expert_layout
-from kfac_optim.step.execution import Agreement, Executor, Gradients, LossShare, Parts, Statistics, Trained, WholeStates
+from kfac_optim.step.execution import Agreement, Executor, Trained
+from kfac_optim.step.roles import Gradients, LossShare, Parts, Statistics, WholeStates
 
 
 class ExpertExecutor(Executor):

@@ -13,7 +13,7 @@ from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.state_redistribution import Buffer, Holdings
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
-from kfac_optim.step.execution import WholeStates
+from kfac_optim.step.roles import WholeStates
 
 
 class StateTransfer(WholeStates):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock
 from kfac_optim.blocks.preconditioning import is_used
-from kfac_optim.step.execution import Agreement, Executor, Parts
+from kfac_optim.step.execution import Agreement, Executor
+from kfac_optim.step.roles import Parts
 from kfac_optim.step.scalars import Scalar, scalars, total
 from kfac_optim.step.scaling import by_group
 from kfac_optim.step.step_size import Group, StepSize

@@ -19,7 +19,7 @@ from kfac_optim.linalg.orthogonal import orthogonal_factors
 from kfac_optim.linalg.products import frobenius_norm
 from kfac_optim.specs import BlockDiagonal
 from kfac_optim.step.adamw import adamw_updates, gradient_here, if_taken, mean_before, take_into_means
-from kfac_optim.step.execution import Parts
+from kfac_optim.step.roles import Parts
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.utils.streams import brought

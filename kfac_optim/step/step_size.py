@@ -23,8 +23,9 @@ from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.objective import Objective
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.step.execution import Executor, Parts
+from kfac_optim.step.execution import Executor
 from kfac_optim.step.reevaluation import Reevaluation
+from kfac_optim.step.roles import Parts
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.utils.joined_tensors import Joins
 

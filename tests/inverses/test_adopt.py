@@ -26,7 +26,7 @@ from kfac_optim import (
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.folding import sum_rows
 from kfac_optim.blocks.shadow import adopt, make_shadow
-from kfac_optim.step.execution import Statistics
+from kfac_optim.step.roles import Statistics
 
 pytestmark = pytest.mark.usefixtures("float64")
 

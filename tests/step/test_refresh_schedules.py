@@ -51,7 +51,8 @@ from kfac_optim import (
 )
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.step.background_refresh import BackgroundRefresher, _refresh
-from kfac_optim.step.execution import Executor, Statistics
+from kfac_optim.step.execution import Executor
+from kfac_optim.step.roles import Statistics
 
 SIZES = (4, 6, 3)
 INVERSES = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(4, 1e-4), DoublyFactored(2)]

@@ -31,7 +31,7 @@ from kfac_optim.distributed.planning.messages import (
 )
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
-from kfac_optim.step.execution import Gradients, Parts
+from kfac_optim.step.roles import Gradients, Parts
 
 
 class GradientFlow(Gradients):

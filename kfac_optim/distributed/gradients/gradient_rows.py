@@ -14,7 +14,7 @@ from kfac_optim.distributed.gradients.flow import GradientFlow, of_one_rank, sum
 from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, held_by, parcel_name, to_owners
 from kfac_optim.distributed.gradients.grid import Grid
 from kfac_optim.distributed.planning.plan import Plan
-from kfac_optim.step.execution import Parts
+from kfac_optim.step.roles import Parts
 from kfac_optim.utils.sharded_params import like, local
 
 

@@ -9,7 +9,7 @@ from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports
-from kfac_optim.step.execution import Statistics
+from kfac_optim.step.roles import Statistics
 
 
 class SharedStatistics(Statistics):
