@@ -922,7 +922,7 @@ class KFACOptimizer(Optimizer):
             RuntimeError: the step is judged by this loss, and the gradients are not those of this loss alone.
         """
         if searches:  # what is evaluated again begins here, whatever called the criterion before
-            self._window.tally.await_calls()
+            self._window.tally.criterion.end()
         judged_by = self._choices.step_size if searches else self._choices.adapt_damping
         if judged_by is not None and self._recorder is not None:
             self._recorder.drop()  # of forwards before, as of an attack on the inputs
@@ -962,7 +962,7 @@ class KFACOptimizer(Optimizer):
                 f"kfac_optim: {self._choices.step_size!r} evaluates the loss by itself, which wrappers of several "
                 "processes do not allow. Use step_size=AdaptiveTrustRegion()."
             )
-        terms, calls = self._window.terms, self._window.tally.calls
+        terms, calls = self._window.terms, self._window.tally.criterion.terms
         return ClosureLoss(float(loss), again, None if terms is None else partial(terms.changes, calls))
 
     def _params(self) -> list[nn.Parameter]:

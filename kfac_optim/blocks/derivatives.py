@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Watches
 from kfac_optim.blocks.block import KFACBlock, LayerUse
+from kfac_optim.capture.batches import examples_of
 from kfac_optim.capture.function_modes import Function, Product
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import RootCall, examples_of
+from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.weight_maps import ConvolutionMap, MatrixMap, WeightMap
 from kfac_optim.capture.weight_uses import ForwardUse, Noted
 from kfac_optim.capture.window import CaptureWindow

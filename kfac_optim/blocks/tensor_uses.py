@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Watches
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.capture.batches import examples_of
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.contractions import TensorProduct, added, whole_parameter
 from kfac_optim.capture.function_modes import Function
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.noted_outputs import note_below
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall

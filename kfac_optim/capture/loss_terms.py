@@ -1,15 +1,17 @@
-"""How many terms the loss of a step has: read off the model's forwards, or stated."""
+"""How many terms the loss of a step has is read off the forwards of the model, or stated."""
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from kfac_optim.capture.batches import examples_of as examples_of
+from kfac_optim.capture.batches import first_tensor as first_tensor
+from kfac_optim.capture.criterion_calls import CriterionCalls
 from kfac_optim.specs import LossTerms
 
 _BY_INPUT = (LossTerms.EXAMPLES, LossTerms.SUM)
@@ -127,8 +129,7 @@ class LossTally:
         by_criterion: whether a backward has come through the criterion itself, which then says what its terms weigh.
         by_output: whether one has come to the output of a model that no criterion has read.
         repeated: whether one has come through a call of the criterion that had one before.
-        calls: of criteria since the last step, in order, where a choice asks for them: terms of the loss, or None for
-            what none was made of.
+        criterion: the calls of criteria, which have a lifetime of their own: `reset` leaves them.
         observed: what the training loop has observed since the last step.
     """
 
@@ -143,8 +144,7 @@ class LossTally:
         self._stated: float | Tensor | None = None
         self._is_superseded = False
         self.by_criterion = self.by_output = self.repeated = False
-        self._criteria, self._awaited = 0, False
-        self.calls: list[object | None] = []
+        self.criterion = CriterionCalls()
         self.observed: list[Observation] = []
         self._draws = 0
 
@@ -158,27 +158,12 @@ class LossTally:
         return self._rule is LossTerms.SUM
 
     def restart_terms(self) -> None:
-        """Count calls of the criterion from the beginning, as after a step."""
-        self._criteria, self.calls, self._awaited = 0, [], False
+        """Have `criterion` restart."""
+        self.criterion.restart()
 
     def drop_terms(self) -> None:
-        """Count calls of the criterion from the beginning, as gradients were dropped."""
-        self._criteria = 0
-        self.await_calls()
-
-    def await_calls(self) -> None:
-        """Forget the calls at the next one: until then, the backward of those that there are may still come."""
-        self._awaited = True
-
-    def begin_call(self) -> None:
-        """Note that a criterion is called."""
-        if self._awaited:
-            self.calls, self._awaited = [], False
-
-    def next_term(self) -> int:
-        """Return the number of a call of the criterion, counted since the last step."""
-        self._criteria += 1
-        return self._criteria - 1
+        """Have `criterion` drop its calls."""
+        self.criterion.drop()
 
     def next_draw(self) -> int:
         """Return the number of a draw of random targets, counted since the last step or dropped gradient."""
@@ -340,28 +325,3 @@ class LossTally:
         self._unread.clear()
         self._outside.clear()
         self._around.clear()
-
-
-def examples_of(layer_input: Tensor, unbatched_ndim: int) -> int | None:
-    """Return the batch that a layer was handed; None for a single example, which has `unbatched_ndim` dimensions."""
-    return None if layer_input.dim() == unbatched_ndim else layer_input.size(0)
-
-
-def first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
-    """Return the first tensor with a dimension: a scalar before it (a time, a temperature) is not the batch."""
-    for leaf in tree_leaves(structures):
-        if isinstance(leaf, Tensor):
-            if leaf.dim() >= least_ndim:
-                return leaf
-        elif (inside := _inside(leaf)) and (found := first_tensor(inside, least_ndim=least_ndim)) is not None:
-            return found
-    return None
-
-
-def _inside(leaf: object) -> list[Any]:
-    """Return what a container holds that torch's pytrees do not look into."""
-    if isinstance(leaf, Mapping):
-        return list(leaf.values())
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        return [getattr(leaf, field.name) for field in fields(leaf)]
-    return []

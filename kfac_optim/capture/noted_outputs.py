@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kfac_optim.capture.batches import examples_of
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import RootCall, examples_of
+from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.weight_uses import Noted
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.autograd import Function, in_function_transform, mapped

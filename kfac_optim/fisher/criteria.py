@@ -166,9 +166,9 @@ class CriterionTerms:
             self._read_again.append(tuple(output.detach() for output in outputs))
         if window is None or not window.listening:
             return
-        window.tally.begin_call()
+        window.tally.criterion.begin()
         if self.remembers:
-            window.tally.calls.append(None)
+            window.tally.criterion.terms.append(None)
         behind = look_behind(outputs, window, window.graphs.anchor)
         measures = bool(behind.calls) or behind.in_graphs
         if not measures and window.recorder is None:
@@ -179,9 +179,9 @@ class CriterionTerms:
             seen = tuple(_with_batch(output, calls) for output in seen)
         examples = 1 if seen[0].dim() < 2 else len(seen[0])
         kept = seen if self.remembers else ()
-        term = CriterionTerm(likelihood, window.tally.next_term(), examples, kept, divisor)
+        term = CriterionTerm(likelihood, window.tally.criterion.next_number(), examples, kept, divisor)
         if self.remembers and measures:
-            window.tally.calls[-1] = term
+            window.tally.criterion.terms[-1] = term
         if isinstance(loss, Tensor):
             on_gradient(loss, _Weighed(window, term, behind))
         else:

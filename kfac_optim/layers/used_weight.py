@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_optim.capture.batches import examples_of, first_tensor
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import examples_of, first_tensor
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
