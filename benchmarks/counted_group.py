@@ -162,9 +162,9 @@ class _Run:
             hook = OwnersHook(wrapper)
             hook.flow, hook.observe = flow, self._trace.append
             buckets = _buckets(params)
-            assert executor.shared is not None
-            blocks = executor.shared.blocks
-            exchange = executor.shared.exchange
+            assert executor.planned is not None
+            blocks = executor.planned.blocks
+            exchange = executor.planned.exchange
             phases: dict[str, Callable[[], object]] = {
                 "gradients": lambda: [future.wait() for future in [hook._reduce(None, each) for each in buckets]],
                 "agreement": agree,

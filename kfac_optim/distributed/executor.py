@@ -57,7 +57,6 @@ class DistributedExecutor(Executor):
         self._terms = optimizer.terms
         self.ranks = TrainingGroup(config)
         self.agreement = PlanAgreement(config, self.ranks, optimizer)
-        self.shared: SharedStatistics | None = None  # `statistics`, as soon as there is a plan
         self.gradients: GradientFlow = GradientFlow()
         self.states: StateTransfer = StateTransfer(self.ranks, optimizer.state)
         self._wrappers = Wrappers(to_owners=_may_shard(config.strategy), observe=config.observe)
@@ -73,6 +72,11 @@ class DistributedExecutor(Executor):
     def plan(self) -> Plan | None:
         """Return who does what; None before the first step."""
         return self.agreement.plan
+
+    @property
+    def planned(self) -> SharedStatistics | None:
+        """Return `statistics` as soon as there is a plan; None before."""
+        return self.statistics if isinstance(self.statistics, SharedStatistics) else None
 
     @property
     def wrapper(self) -> DistributedDataParallel | None:
@@ -111,8 +115,8 @@ class DistributedExecutor(Executor):
 
     def close(self) -> None:
         self._wrappers.release()
-        if self.shared is not None:
-            self.shared.close()
+        if self.planned is not None:
+            self.planned.close()
         self.ranks.close()
 
     def release(self) -> None:
@@ -174,20 +178,20 @@ class DistributedExecutor(Executor):
         edited = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
         verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=edited)
         assert self.plan is not None, "the vote makes a plan"
-        assert self.shared is not None, "the vote makes a plan"
+        assert self.planned is not None, "the vote makes a plan"
         sharded = isinstance(self.plan.strategy, Sharded)
         if sharded:
             _refuse_sparse(trained)
         if verdict.finite and verdict.norm is not None and not sharded:
             self._averaging.check(verdict.norm, params, trained.names())
         found, again = verdict.marks[: len(blocks)], verdict.marks[len(blocks) :]
-        self.shared.resend(list(map(bool, again)))
+        self.planned.resend(list(map(bool, again)))
         # From here on all ranks do the same, as `finite` is what all of them have found together.
         self.joining.give_gradients(self.ranks.main, params, whole=not sharded, scaled=rescaled)
         if verdict.finite:
             self.gradients.reduce()
         else:
-            self.shared.abandon()
+            self.planned.abandon()
             self.gradients.forget()
             self._wrappers.stepped()
         graded, used, sampled, unaccounted = (
@@ -270,8 +274,8 @@ class DistributedExecutor(Executor):
         if self.agreement.has_changed(trained, loaded):
             self.ranks.open(trained.params)
             self.agreement.describe(trained, loaded)
-            if self.shared is not None:
-                self.shared.follow(self.agreement.blocks)
+            if self.planned is not None:
+                self.planned.follow(self.agreement.blocks)
 
     def _vote(self, **known: Any) -> Ballot:
         """Return what all ranks say, once all of them go by the same plan."""
@@ -287,15 +291,15 @@ class DistributedExecutor(Executor):
 
         A rank whose own loss holds no derivatives of the model drops what it has measured otherwise in this step.
         """
-        assert self.shared is not None, "there is a plan that all ranks agree on"
+        assert self.planned is not None, "there is a plan that all ranks agree on"
         marked = zip(self.agreement.blocks, verdict.marks, strict=False)  # marks of buckets follow
-        return self.shared.join([block.name for block, mark in marked if mark == _JOINS_USES])
+        return self.planned.join([block.name for block, mark in marked if mark == _JOINS_USES])
 
     def _marks(self) -> list[int]:
         """Return what this rank says of each block, and of each bucket that it has sent early."""
-        assert self.shared is not None, "there is a plan that all ranks agree on"
-        self.shared.place_new()
-        return [*map(_mark, self.agreement.blocks), *map(int, self.shared.stale_flags())]
+        assert self.planned is not None, "there is a plan that all ranks agree on"
+        self.planned.place_new()
+        return [*map(_mark, self.agreement.blocks), *map(int, self.planned.stale_flags())]
 
     def _adopt_plan(self) -> None:
         """Go by a new plan, on all ranks alike, and bring everything to its new place.
@@ -303,8 +307,8 @@ class DistributedExecutor(Executor):
         Every line here is reached by all ranks at the same time: the vote has said so. What was sent early under the
         old plan is thrown away first, as its buckets are not those of the new one.
         """
-        if self.shared is not None:
-            self.shared.abandon()
+        if self.planned is not None:
+            self.planned.abandon()
         plan = self.agreement.make_plan()
         if self.config.overlap:
             self.ranks.open_early(wrapped=self._wrappers.latest is not None)
@@ -317,9 +321,9 @@ class DistributedExecutor(Executor):
             reports = EarlyReports(exchange, self._wrappers.synchronise, self._terms)
         self.gradients.restore()  # while the old owners still are known
         self.gradients = self._flow_of(plan)
-        shared = self._statistics_of(exchange, reports)
-        self.states.adopt(plan, self.agreement.params, shared)
-        self.statistics = self.shared = shared
+        statistics = self._statistics_of(exchange, reports)
+        self.states.adopt(plan, self.agreement.params, statistics)
+        self.statistics = statistics
         self.agreement.adopt(plan)
 
     def _statistics_of(self, exchange: StatisticsExchange, reports: EarlyReports | None) -> SharedStatistics:

@@ -81,7 +81,7 @@ def peaks(_: int) -> tuple[dict[str, list[int]], int]:
     step()
     executor: Any = optimizer._executor
     for phase, owner, name in zip(
-        PHASES, (executor.gradients, executor.shared.exchange, executor), ("reduce", "merge", "publish"), strict=True
+        PHASES, (executor.gradients, executor.planned.exchange, executor), ("reduce", "merge", "publish"), strict=True
     ):
         setattr(owner, name, measured(getattr(owner, name), phase))
     for _ in range(3):

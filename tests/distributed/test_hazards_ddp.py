@@ -614,7 +614,7 @@ def marks(rank: int) -> list[bool]:
     """Of the factors of a copy that was marked when another rank owned one of them, and now owns neither."""
     training = Training(rank, Mixed, Sharded(Placement.FACTORS), {})
     training.run(plain, range(2))
-    exchange = training.optimizer._executor.shared.exchange
+    exchange = training.optimizer._executor.planned.exchange
     (block,) = (each for each in training.optimizer._binding.coverage.blocks if each.name == "first")
     copy_ = make_shadow(block)
     exchange.mark_elsewhere([copy_])

@@ -178,7 +178,7 @@ class TrainingExecutor(DistributedExecutor):
             return  # nothing was learned
         self._describe(trained)
         self._vote(call=f"consolidate_state_dict(to={to})")
-        assert self.shared is not None, "the vote makes a plan"
+        assert self.planned is not None, "the vote makes a plan"
         assert isinstance(self.states, ServedStates)
         if self.rounds.under_way_since is not None:
             self._take_over()
@@ -197,7 +197,7 @@ class TrainingExecutor(DistributedExecutor):
         coming, states = iter(tensors), {}
         for block, template in templates.items():
             found = [(path, next(coming)) for path, _ in leaves(template)]
-            if self.worker == (self.shared.exchange.home(block) if to is None else to):
+            if self.worker == (self.planned.exchange.home(block) if to is None else to):
                 device = block.params[0].device
                 states[block] = nested((path, tensor.to(device, copy=True)) for path, tensor in found)
         self.states.hold(states)
@@ -252,7 +252,7 @@ class TrainingExecutor(DistributedExecutor):
         asked: Sequence[tuple[KFACBlock, Clock]],
         tensors: Sequence[Tensor],
     ) -> None:
-        assert self.shared is not None, "there is a plan that all ranks agree on"
+        assert self.planned is not None, "there is a plan that all ranks agree on"
         coming = iter(tensors)
         for block, then in asked:
             told, own = numbers[block], block.state.counters()
@@ -261,7 +261,7 @@ class TrainingExecutor(DistributedExecutor):
                 received.setdefault(part, {})[number] = result.unpacked(next(coming))
             counters = {key: each for key, each in zip(TOLD_COUNTERS, told.counters, strict=True) if key in own}
             status = Status(bool(told.held), int(told.refused), int(told.failed), counters)
-            self.shared.exchange.status[block.name] = status
+            self.planned.exchange.status[block.name] = status
             if told.refreshed and told.held and not told.unaccounted:
                 for part, numbered in received.items():
                     block.state.take(part, numbered)

@@ -38,7 +38,7 @@ from kfac_optim.step.execution import Agreement, Trained
 from kfac_optim.step.refresher import Refresher
 
 
-class Optimizer(Protocol):
+class ServingOptimizer(Protocol):
     """Says what is asked of the optimizer that serves."""
 
     def step(self) -> None: ...
@@ -119,7 +119,7 @@ class Service:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: ServingOptimizer,
         executor: ServingExecutor,
         blocks: Callable[[], Sequence[KFACBlock]],
         window: CaptureWindow,
@@ -285,8 +285,8 @@ class Service:
             return BlockAnswer(0.0, refreshed, unknown, 0.0, 1.0, 0.0, 0.0)
         unaccounted = float(block.name in self._executor.unaccounted)
         opposed, shared_input = float(block.spec.opposed), float(block.spec.shared_input)
-        shared = self._executor.shared
-        status = None if shared is None else shared.exchange.status.get(block.name)
+        planned = self._executor.planned
+        status = None if planned is None else planned.exchange.status.get(block.name)
         if status is None:
             return BlockAnswer(0.0, refreshed, unaccounted, opposed, shared_input, 0.0, 0.0)
         held, refused, failed = map(float, (status.held, status.refused, status.failed))
