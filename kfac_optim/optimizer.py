@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.algorithms.join import JoinHook
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 
@@ -23,9 +21,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.executor import DistributedExecutor
-from kfac_optim.distributed.expert_executor import ExpertExecutor
-from kfac_optim.distributed.gradients.joining import Joining
+from kfac_optim.distributed.joinable_optimizer import JoinableOptimizer
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.distributed.serving import choosing
@@ -74,7 +70,7 @@ from kfac_optim.utils.validation import (
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class KFACOptimizer(Optimizer):
+class KFACOptimizer(JoinableOptimizer):
     """Takes SGD steps along gradients preconditioned by a Kronecker-factored Fisher matrix (Martens & Grosse 2015).
 
     It replaces `torch.optim.SGD` by a change of one line:
@@ -586,62 +582,6 @@ class KFACOptimizer(Optimizer):
         trained = self._trained()
         self._executor.check(trained.blocks, trained.params)
         return self._executor.clip_grad_norm_(trained, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    # -- ranks that run out of examples --------------------------------------------------------------------------
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        """Return what `torch.distributed.algorithms.join.Join([model, optimizer])` calls where examples have run out.
-
-        A rank that has none left takes the steps of the others with them. One backward that reduces belongs to each
-        step, and what changes at each step, as a scheduled rate, has to be changed on such a rank as well.
-
-        Raises:
-            NotImplementedError: ranks have experts of their own, or steps evaluate a closure again.
-        """
-        if self._choices.judges:
-            raise NotImplementedError(
-                "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples has no loss, by which "
-                f"{self._choices.judges[0]!r} decides on steps. Use AdaptiveTrustRegion() and a fixed damping, or "
-                "leave Join out."
-            )
-        if isinstance(self._executor, ExpertExecutor):
-            raise NotImplementedError(
-                "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples would not work on the "
-                "tokens that other ranks send to its experts. Leave Join out, and have all ranks take as many steps."
-            )
-        joining = self._joining
-        return JoinHook() if joining is None else joining.hook(self._params, self.step)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Return the device of the parameters."""
-        return self._params()[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        """Return the process group on which the model is wrapped."""
-        return dist.group.WORLD if self._joining is None else self._joining.group()
-
-    @property
-    def _join_config(self) -> Any:
-        return None if self._joining is None else self._joining.config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        if self._joining is not None:
-            self._joining.config = config
-
-    @property
-    def _joining(self) -> Joining | None:
-        return None if self._ranks is None else self._ranks.joining
-
-    @property
-    def _ranks(self) -> DistributedExecutor | None:
-        """Return what carries out the part of the ranks that train the same layers; None on one process."""
-        executor = self._executor
-        if isinstance(executor, ExpertExecutor):
-            return executor.shared
-        return executor if isinstance(executor, DistributedExecutor) else None
 
     # -- reports -----------------------------------------------------------------------------------------------
 

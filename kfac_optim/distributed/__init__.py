@@ -15,6 +15,7 @@ The folder is laid out in rooms like the package, and by the same rule:
     stages                              one trust region over the stages of a pipeline
     executor                            all of this together, as the engine asks for it
     expert_executor                     the same where each rank has experts of its own beside what all ranks share
+    joinable_optimizer                  what `Join` asks of an optimizer, where ranks run out of examples
     serving                             the same where there are statistics workers: orders to them, and answers
 """
 
