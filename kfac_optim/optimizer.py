@@ -692,6 +692,9 @@ class KFACOptimizer(JoinableOptimizer):
             if rank == 0:
                 torch.save(optimizer.state_dict(), "optimizer.pt")
 
+        Momentum that belongs to shards, of FSDP2 or tensor parallelism, stays with them: there all ranks call
+        `get_optimizer_state_dict` of torch with `full_state_dict=True` behind it, in the place of `state_dict()`.
+
         The file loads on any number of processes, by any strategy. On as many ranks, by the same strategy, training
         goes on bit for bit as that which wrote it (but for the first step of DDP on more than two ranks, which may sum
         gradients in another order); else up to rounding.
@@ -744,7 +747,7 @@ class KFACOptimizer(JoinableOptimizer):
             incoming, self._incoming = self._incoming, Incoming()
         self._warnings.unread = incoming.unread
         if incoming.warm:
-            self._warnings.warm_start()
+            self._warnings.warm_start(keeps_momentum=not self._choices.step_size.directs_all)
         if incoming.averages and self._choices.average is None:
             self._warnings.averages_left(shown=averaging.shows_averages(incoming.averages))
         if not self._executor.several:  # else it may be that another rank has it

@@ -78,7 +78,8 @@ _CLOCK = {
     "summed_terms": _number(zero=False),
     "loss_unit": _number(zero=False),
 }
-_CLOCK_LATER = {"gradient_scale": _number(zero=False), "missed": _FLAG}  # older checkpoints do not have it
+# Older checkpoints do not have these.
+_CLOCK_LATER = {"gradient_scale": _number(zero=False), "missed": _FLAG, "graded": _whole(0)}
 
 
 def check_forms(states: Mapping[str, object]) -> None:

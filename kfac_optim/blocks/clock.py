@@ -50,6 +50,9 @@ class Clock:
     missed: bool = False
     """Whether the loss used the layer, or may have, at a step in which statistics were overdue and none came."""
 
+    graded: int = 0
+    """Steps in which the block had a gradient."""
+
     def advance(self, steps: int = 1) -> None:
         """Let steps pass."""
         self.step += steps

@@ -231,7 +231,7 @@ def _adapter_for(
         real = (param for param in owned.values() if not is_lazy(param) and param.is_floating_point())
         multiplied = foreign and any(param.dim() >= 2 for param in real)
         return None, f"{_NO_ADAPTER}{type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
-    if options.matrices_only and all(_is_vector(param) for param in owned.values()):
+    if options.matrices_only and (not adapter.has_matrix or all(map(_is_vector, owned.values()))):
         return None, "it is no matrix"
     for local, param in owned.items():
         if is_lazy(param):

@@ -4,16 +4,19 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from kfac_optim.blocks.block import KFACBlock, Missing
-from kfac_optim.blocks.state_keys import ADAM_STEPS, PREFERENCE, UPDATED
+from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, PREFERENCE, UPDATED
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out, leaves, nested
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
+from kfac_optim.utils.sharded_params import local
 
 Buffer = tuple[nn.Parameter, str]
 """A parameter, and the key in its state of a tensor that changes with its updates, such as its momentum."""
@@ -109,7 +112,11 @@ class Holdings:
 
         Returns:
             Names of blocks that begin again from nothing though some other process had statistics of them.
+
+        Raises:
+            RuntimeError: all ranks have loaded one rank's part of sharded momentum.
         """
+        self._check_parts()
         rank, ranks = self._communicator.rank, self._communicator.world_size
         everyone = range(ranks)
         homes = {block: self.homes(block) for block in blocks}
@@ -161,6 +168,26 @@ class Holdings:
             state[param][key] = tensor
         return restarted
 
+    def _check_parts(self) -> None:
+        """Raise where all ranks have loaded one rank's part of what belongs to sharded parameters."""
+        if not any(map(_is_cut, self.updaters)):
+            return
+        sums = torch.zeros(2, dtype=torch.float64, device=self._communicator.device)
+        for param in filter(_is_cut, self.updaters):
+            if (held := self._held((param, MOMENTUM))) is not None:
+                part = local(held).double()
+                sums += torch.stack([part.sum(), part.square().sum()])
+        largest_first = self._communicator.all_reduce("parts", torch.cat([sums, -sums]), dist.ReduceOp.MAX).wait()
+        highest, lowest = largest_first[:2], -largest_first[2:]
+        if bool(highest[1] > 0) and torch.equal(highest, lowest):
+            raise RuntimeError(
+                "kfac_optim: all ranks have loaded the same rows of the momentum of sharded parameters, those of the "
+                "rank that saved them: the state_dict() of one rank has no others. Save by "
+                "consolidate_state_dict(to=0) and, on all ranks, torch.distributed.checkpoint.state_dict."
+                "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)), and load "
+                "by set_optimizer_state_dict with broadcast_from_rank0=True; or use torch.distributed.checkpoint."
+            )
+
     def let_go(self) -> None:
         """Drop the buffers of parameters that another rank updates: of two one would be stale."""
         for param, updater in self.updaters.items():
@@ -201,6 +228,13 @@ class Holdings:
         state = self._state()
         held = state[param].get(key) if param in state else None
         return held if isinstance(held, Tensor) else None  # users keep notes of their own there
+
+
+def _is_cut(param: nn.Parameter) -> bool:
+    """Return whether ranks hold different parts of a parameter."""
+    if not isinstance(param, DTensor):
+        return False
+    return any(isinstance(each, Shard) and param.device_mesh.size(dim) > 1 for dim, each in enumerate(param.placements))
 
 
 def _empty(buffer: Buffer) -> Tensor:

@@ -101,6 +101,9 @@ class LayerAdapter(ABC, Generic[M]):
     owns_children = False
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
 
+    has_matrix = True
+    """Whether its weight maps inputs to outputs, by a matrix; that of a norm layer scales each feature."""
+
     expects_parametrized = False
     """Whether the module's parametrizations are known to the adapter; others have the module refused."""
 

@@ -27,6 +27,7 @@ class NormAdapter(WeightBiasAdapter[M]):
 
     in_rows = True  # its matrices are never wide, and NormStatistics can take some of the rows
     packs_several = True
+    has_matrix = False
     family: ClassVar[type[nn.Module]]
 
     @abstractmethod

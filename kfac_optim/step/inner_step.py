@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
+from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, PREFERENCE, SECOND_MOMENT
 from kfac_optim.step.step_size import Group, Sized
 
 State = MutableMapping[Tensor, Any]
@@ -108,4 +109,8 @@ def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Ten
         maximize=numbers["maximize"],
     )
     for param, buffer in zip(params, buffers, strict=False):
-        state[param]["momentum_buffer"] = buffer
+        held = state[param]
+        held[MOMENTUM] = buffer
+        if isinstance(held.get(ADAM_STEPS), Tensor):  # of `SelectedUpdates` before: its mark says that the momentum is a mean
+            for key in (ADAM_STEPS, SECOND_MOMENT, PREFERENCE):
+                held.pop(key, None)

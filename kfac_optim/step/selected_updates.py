@@ -307,9 +307,12 @@ def _bundles(proposal: Proposal, layers: Sequence[tuple[KFACBlock, Parts]]) -> l
 
 
 def _is_time(block: KFACBlock) -> bool:
-    """Return whether both updates are compared at this step: every few steps, and at each of the first."""
-    step = block.clock.step
-    return step < _PERIOD or step % _PERIOD == 0
+    """Return whether both updates are compared at this step: every few of the layer's steps, and at each of the first.
+
+    Steps without a gradient do not count, or a layer that is used in turn with others would perhaps never be compared.
+    """
+    graded = block.clock.graded
+    return graded < _PERIOD or graded % _PERIOD == 0
 
 
 def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.selection import holders
+from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.step.execution import Executor
 
 
@@ -18,8 +19,10 @@ def check_setbacks(blocks: Sequence[KFACBlock], executor: Executor, limit: int) 
                 f"skip_layers={holders(block.param_names)}. Where you call set_loss_terms(n), see that n is above 0."
             )
         if failed >= limit:
+            relative = isinstance(block.inverse, InverseAndRoot)
+            more = "Pass a larger inverse=InverseAndRoot(damping=...)" if relative else "Raise damping"
             raise RuntimeError(
                 f"kfac_optim: the inverse of layer {block.name!r} could not be computed {failed} times in a row "
-                f"(nonfinite_limit={limit}). Raise damping, pass factor_dtype=torch.float64, or pass "
+                f"(nonfinite_limit={limit}). {more}, pass factor_dtype=torch.float64, or pass "
                 f"skip_layers={holders(block.param_names)}."
             )

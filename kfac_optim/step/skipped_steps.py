@@ -89,8 +89,8 @@ class SkippedSteps:
         whose = listed(guilty, 4) or unknown
         raise RuntimeError(
             f"kfac_optim: {self.in_a_row} steps in a row were skipped because gradients are not finite "
-            f"(nonfinite_limit={limit}), now those of {whose}. Look at the loss and the data; lower lr, raise damping, "
-            "or lower the loss scale."
+            f"(nonfinite_limit={limit}), now those of {whose}. Look at the loss and the data; lower lr or the loss "
+            "scale, or raise damping (which has no effect with SelectedUpdates)."
         )
 
 

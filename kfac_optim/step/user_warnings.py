@@ -73,10 +73,21 @@ class UserWarnings:
             "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns."
         )
 
-    def warm_start(self) -> None:
+    def warm_start(self, *, keeps_momentum: bool) -> None:
+        """Warn of what a checkpoint of torch's SGD has and has not.
+
+        Args:
+            keeps_momentum: whether its momentum is of use here.
+        """
+        taken = (
+            "its momentum and the numbers of its param groups are taken over"
+            if keeps_momentum
+            else "the numbers of its param groups are taken over, among them a lr for SGD where the step size takes "
+            "rates of AdamW, and its momentum, which is a sum and no mean, is not"
+        )
         warn(
-            "kfac_optim: the checkpoint is of torch.optim.SGD: its momentum and the numbers of its param groups are "
-            "taken over; statistics and inverses, which it has none of, begin from zero at the next step."
+            f"kfac_optim: the checkpoint is of torch.optim.SGD: {taken}; statistics and inverses, which it has none "
+            "of, begin from zero at the next step."
         )
 
     def averages_left(self, *, shown: bool) -> None:

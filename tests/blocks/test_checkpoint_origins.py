@@ -9,7 +9,7 @@ import torch
 from helpers.plain import assert_identical, clones, mlp, snapshot, train
 from torch import nn
 
-from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
+from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer, SelectedUpdates
 
 
 def saved_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> dict[str, Any]:
@@ -40,6 +40,12 @@ def test_a_checkpoint_of_sgd_is_a_warm_start() -> None:
     train(twin, expected, 3, start=5)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
     assert_identical(optimizer.factors(), expected.factors())
+
+
+def test_the_momentum_of_sgd_is_of_no_use_to_updates_of_a_mean() -> None:
+    optimizer = KFACOptimizer(mlp(), momentum=0.9, step_size=SelectedUpdates())
+    with pytest.warns(UserWarning, match=r"a lr for SGD .* and its momentum, which is a sum and no mean, is not"):
+        optimizer.load_state_dict(saved_by(sgd))
 
 
 def test_a_checkpoint_of_sgd_without_momentum_is_one_too() -> None:

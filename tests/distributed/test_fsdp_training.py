@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -817,6 +818,29 @@ def test_a_layer_of_fewer_rows_than_ranks_may_begin_late(two_ranks: Ranks, choic
     for found in two_ranks.run(with_a_late_value, choice):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=1e-14)
+
+
+def rows_of_another(rank: int, path: str) -> str:
+    model = seeded(Even)
+    nested(model, init_device_mesh("cpu", (2,)))
+    optimizers = [Case(net=Even).build(model) for _ in range(2)]
+    once(model, Case().batches(rank, 0))
+    optimizers[0].step()
+    optimizers[0].consolidate_state_dict(to=0)
+    if rank == 0:
+        torch.save(optimizers[0].state_dict(), path)
+    dist.barrier()
+    optimizers[0].remove_hooks()
+    optimizers[1].load_state_dict(torch.load(path, weights_only=False))
+    once(model, Case().batches(rank, 1))
+    with pytest.raises(RuntimeError) as caught:
+        optimizers[1].step()
+    return str(caught.value)
+
+
+def test_momentum_that_one_rank_has_saved_alone_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    for told in two_ranks.run(rows_of_another, str(tmp_path / "optimizer.pt")):
+        assert re.match(r"kfac_optim: all ranks have loaded the same rows .*full_state_dict=True", told), told
 
 
 def copied_and_saved(_: int, momentum: float) -> list[bool]:

@@ -2,6 +2,8 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -485,3 +487,48 @@ def test_a_model_in_float16_trains_as_in_float32(skipped: tuple[str, ...]) -> No
         return torch.stack(found)
 
     torch.testing.assert_close(losses(torch.float16), losses(torch.float32), rtol=0.1, atol=0.1)
+
+
+class InTurn(nn.Module):
+    """A trunk, and five heads of which each step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(5))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        chosen: Tensor = self.heads[number](self.trunk(x).tanh())
+        return chosen
+
+
+def test_layers_that_are_used_in_turn_are_compared_at_their_own_steps() -> None:
+    torch.manual_seed(0)
+    model = InTurn()
+    optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, step_size=SelectedUpdates(), factor_update_period=1)
+    for step in range(30):
+        optimizer.zero_grad()
+        model(torch.randn(16, 6), step % 5).square().mean().backward()
+        optimizer.step()
+    assert all(optimizer.state[head.weight][PREFERENCE] != 0 for head in model.heads)
+
+
+def test_a_norm_layer_over_several_dimensions_takes_the_step_of_adamw() -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.Unflatten(1, (4, 4)), nn.LayerNorm((4, 4)))
+    optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, step_size=SelectedUpdates())
+    model(torch.randn(8, 4)).square().sum((1, 2)).mean().backward()
+    optimizer.step()
+    assert {"exp_avg_sq", "step"} <= optimizer.state[model[2].weight].keys()
+
+
+def test_momentum_that_sgd_has_gone_on_with_is_no_mean() -> None:
+    model = mlp()
+    other = partial(KFACOptimizer, model, lr=0.0, momentum=0.9, inverse=InverseAndRoot())
+    steps = [other(step_size=SelectedUpdates()), other(), other(step_size=SelectedUpdates())]
+    for optimizer, after in pairwise(steps):
+        train(model, optimizer, 1)
+        after.load_state_dict(optimizer.state_dict())
+        optimizer.remove_hooks()
+    train(model, steps[-1], 1)  # the rate is zero, and so all gradients are equal
+    for param in model.parameters():
+        torch.testing.assert_close(steps[-1].state[param]["momentum_buffer"], 0.1 * param.grad)
