@@ -24,15 +24,28 @@ class Uses(Protocol):
     def count_in(self, param: nn.Parameter, function: str) -> None:
         """Note that a function has used `param`."""
 
+    def has_counted(self) -> bool:
+        """Return whether a use by a function is counted that nothing was counted out for."""
+
     def count_out(self, weight: nn.Parameter) -> None:
         """Note that the last use of `weight` by a function was that of its own module."""
 
-    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
-        """Return the number of a product's watch, -1 if it has none, and whether the block's bias is added to it."""
+    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool, bool]:
+        """Return the number of a product's watch, -1 if it has none.
+
+        Then whether the block's bias is added to it, and whether the product is all that a layer with this weight does.
+        """
 
 
 _NUMBERS = itertools.count()
 _KNOWN: "weakref.WeakValueDictionary[int, Uses]" = weakref.WeakValueDictionary()
+
+PARAMETERS: dict[int, list[nn.Parameter]] = {}
+"""Number of `uses` → the parameters that graphs know, by their number.
+
+They lie here, and not in the object, as torch (2.13) does not guard that a parameter of a module is one which it found
+in a global. So a search through this list leaves nothing in a graph that would tie it to one of several equal blocks.
+"""
 
 
 def number_of(uses: Uses) -> int:
@@ -51,6 +64,12 @@ def count_out_in_graph(uses: int, index: int) -> int:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_counted_in_graph(uses: int) -> bool:
+    """Do what `Uses.has_counted` does."""
+    return _KNOWN[uses].has_counted()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def count_in_in_graph(uses: int, index: int, function: str) -> int:
     """Do what `Uses.count_in` does."""
     found = _KNOWN[uses]
@@ -66,6 +85,6 @@ def is_noted_in_graph(uses: int, index: int) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+def watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool, bool]:
     """Do what `Uses.watch_in_graph` does."""
     return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)

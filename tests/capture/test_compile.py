@@ -469,6 +469,43 @@ def test_blocks_compiled_one_by_one_are_measured(backend: str) -> None:
     assert counter.frame_count == 4, "two for each block"
 
 
+class TwoLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class OwnMatrix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.linear(x, self.matrix))
+
+
+@pytest.mark.parametrize(("block", "graphs"), [(TwoLinear, 2), (Residual, 2), (OwnMatrix, 4)])
+@reads_grad
+def test_equal_blocks_compiled_one_by_one_are_told_apart(block: type[nn.Module], graphs: int) -> None:
+    """Layers also where blocks share the graph that takes statistics; for bare matrices each block has its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), *(block() for _ in range(3)), nn.Linear(4, 3)).double()
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"lr": 0.1, "factor_update_period": 2}
+    optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
+    for each in model[1:4]:
+        each.compile(backend=counter, fullgraph=True)
+    train(model, optimizer, CASES["linear"], range(4))
+    train(twin, reference, CASES["linear"], range(4))
+    assert_identical(all_factors(optimizer), all_factors(reference))
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert counter.frame_count == graphs
+
+
 class Borrowed(nn.Module):
     """The kernel of one convolution is used by a function as well: half of its uses are out of sight."""
 
