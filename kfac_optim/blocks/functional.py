@@ -28,12 +28,12 @@ from kfac_optim.blocks.uses_in_graphs import (
     number_of,
     watch_in_graph,
 )
+from kfac_optim.capture.batches import examples_of
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Function, Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.listeners import ForwardListener
-from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import ADDS_BIAS, LayerCall, adds_bias_to_first
 from kfac_optim.layers.embedding import EmbeddingAdapter

@@ -96,7 +96,7 @@ class Ledger:
         self.drop_stale()
         count = self.tally.result()
         self._forget_calls()
-        self.tally.restart_terms()
+        self.tally.criterion.restart()
         return count
 
     def so_far(self) -> LossCount | None:
@@ -143,7 +143,7 @@ class Ledger:
         Not at once: further backwards through the same forward go on from the same running sum, as when several
         losses are backpropagated one by one and their gradients combined by hand.
         """
-        self.tally.drop_terms()
+        self.tally.criterion.drop()
         if self._open or self.tally.has_counted():
             self._stale = True
         else:  # what set_loss_terms has said may be about the backward to come

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim.capture.batches import examples_of as examples_of
-from kfac_optim.capture.batches import first_tensor as first_tensor
+from kfac_optim.capture.batches import first_tensor
 from kfac_optim.capture.criterion_calls import CriterionCalls
 from kfac_optim.specs import LossTerms
 
@@ -156,14 +155,6 @@ class LossTally:
     def is_sum(self) -> bool:
         """Return whether the loss is a sum, which has no number of terms."""
         return self._rule is LossTerms.SUM
-
-    def restart_terms(self) -> None:
-        """Have `criterion` restart."""
-        self.criterion.restart()
-
-    def drop_terms(self) -> None:
-        """Have `criterion` drop its calls."""
-        self.criterion.drop()
 
     def next_draw(self) -> int:
         """Return the number of a draw of random targets, counted since the last step or dropped gradient."""

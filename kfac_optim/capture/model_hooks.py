@@ -10,8 +10,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from kfac_optim.capture.batches import examples_of, first_tensor
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms, read_terms_of_inputs
+from kfac_optim.capture.loss_terms import read_terms, read_terms_of_inputs
 from kfac_optim.capture.model_calls import outermost_call
 from kfac_optim.capture.noted_outputs import note_lookup
 from kfac_optim.capture.window import CaptureWindow

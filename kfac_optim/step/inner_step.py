@@ -111,6 +111,7 @@ def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Ten
     for param, buffer in zip(params, buffers, strict=False):
         held = state[param]
         held[MOMENTUM] = buffer
-        if isinstance(held.get(ADAM_STEPS), Tensor):  # of `SelectedUpdates` before: its mark says that the momentum is a mean
+        # The mark of `SelectedUpdates`, that the momentum is a mean, does not outlive the mean.
+        if isinstance(held.get(ADAM_STEPS), Tensor):
             for key in (ADAM_STEPS, SECOND_MOMENT, PREFERENCE):
                 held.pop(key, None)
