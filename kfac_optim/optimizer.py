@@ -91,7 +91,7 @@ class KFACOptimizer(JoinableOptimizer):
         lr: the learning rate (group), a number or a 1-element tensor.
         momentum: the momentum (group), applied to the preconditioned gradient.
         dampening: the dampening of the momentum (group).
-        weight_decay: times the parameter is added to the *preconditioned* gradient, and multiplied by `lr` (group).
+        weight_decay: its product with the parameter is added to the *preconditioned* gradient, before `lr` (group).
         nesterov: whether the momentum is Nesterov's (group).
         model: the module whose layers are preconditioned, if `params` is not a module. If it is left out, it is the
             module that is called and holds the parameters, found at its first forward; until then `summary()` shows no
@@ -135,8 +135,8 @@ class KFACOptimizer(JoinableOptimizer):
         structure: the structure that is kept of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a
             mapping as for `inverse`; None is dense.
         subsample: how many examples, and positions of each, make a layer's statistics; one `Subsample`, or a mapping as
-            for `inverse`. None is `Subsample(rows=8192)`, as many examples as have 8,192 positions between them, but
-            all of layers of one's own that do not say `in_rows`; `Subsample()` is all of them.
+            for `inverse`. None is `Subsample(rows=8192)`, as many examples as have 8,192 positions between them; layers
+            of one's own without `in_rows` take all, as `Subsample()` does.
         skip_layers: name globs or module classes to leave to plain SGD (under `SelectedUpdates` to AdamW), with all
             that is inside them.
         adapters: module class → adapter, `{**DEFAULT_ADAPTERS, MyLayer: MyAdapter()}` to add one's own.
@@ -439,8 +439,8 @@ class KFACOptimizer(JoinableOptimizer):
 
         `model.zero_grad()` does the same, as the model's next forward finds the gradients gone; with
         `set_to_none=False` nothing shows it, so use this after a backward whose gradients are to be thrown away.
-        Statistics go as the next forward of the model counts: backwards through one retained graph add up in `G`,
-        dropped gradients among them, since a loop may have kept these to combine them by hand.
+        Statistics are dropped once the next forward counts. Until then backwards through one retained graph add up in
+        `G`, dropped gradients included, since a loop may keep these to combine by hand.
         """
         super().zero_grad(set_to_none)
         self._take_on_groups()  # before the forward to come, so that a layer that is new in them is measured in it
@@ -519,8 +519,8 @@ class KFACOptimizer(JoinableOptimizer):
 
         Several calls are several parts of the loss, as are calls of the criterion that `estimate` names. What the
         criterion itself reads need not be stated. Compute the loss from the very tensor that is observed, as backward
-        is to come to it: `r = output - target`, then `observe(r)` and `r.square().mean()`. Of a distribution that is
-        its logits, or its mean and scale.
+        is to come to it: `r = output - target`, then `observe(r)` and `r.square().mean()`. For a distribution, that
+        tensor is its logits, or mean and scale.
 
         Args:
             residual: a tensor, the examples along its first dimension; or a distribution that the loss is computed of.
@@ -562,8 +562,8 @@ class KFACOptimizer(JoinableOptimizer):
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are.
 
-        On several processes it is to be called on all of them. There it is also how a DistributedDataParallel is handed
-        to another optimizer: under `Sharded` it brings gradients to the owners of this one alone until then.
+        On several processes call it on all of them. It also frees a DistributedDataParallel for another optimizer:
+        under `Sharded` the wrapper sends gradients only to this optimizer's owners until then.
         """
         self._binding.release()
         self._executor.release()
@@ -600,9 +600,9 @@ class KFACOptimizer(JoinableOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return numbers of the last step, for any logger.
 
-        They are a dict of floats. The host does not wait for the device until a number is read, which gives what it was
-        when this was called, also after more steps: to log every step at no cost, keep what is returned, and read it
-        later. Copies of it are dicts without that.
+        The result is a dict of floats. The host waits for the device only when a number is read, and gets its value at
+        the time of this call, even after more steps: to log every step at no cost, keep the result and read it later.
+        Copies of the result are plain dicts.
 
         The guide has a table of all names, with units and healthy values: `kfac_optim/README.md`, "Watching a run".
         `kfac_optim.watching` has `diagnose`, which says in words what is wrong in them, and `plot`. What is not known
@@ -632,9 +632,9 @@ class KFACOptimizer(JoinableOptimizer):
         default, only the trace and the leading eigenpairs are known: all other directions have one eigenvalue, their
         mean. `A ⊗ G` approximates the Fisher of the loss as the user wrote it.
 
-        On several processes a layer is in what one of them returns, the one that recomputes its inverse, and in no
-        other's; it is in none where other ranks recompute `A` than `G`. Since the last refresh that process has taken
-        in its own batches alone: call `consolidate_state_dict(to=None)` on all ranks before, and all batches are in.
+        On several processes a layer is returned only by the process that recomputes its inverse, and by none if
+        different ranks recompute `A` and `G`. Since the last refresh that process has taken in its own batches alone:
+        call `consolidate_state_dict(to=None)` on all ranks before, and all batches are in.
         """
         return diagnostics.factors(self._binding.coverage.blocks, self._executor.statistics.keeps)
 

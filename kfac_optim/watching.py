@@ -42,8 +42,8 @@ def diagnose(history: History) -> list[str]:
     for skipped steps) and shares of parameters; what holds for most steps wants 10 records and more.
 
     Args:
-        history: what `optimizer.metrics()` gave in the course of the run, from its beginning, or pairs `(step,
-            metrics)`; of plain ones one a step is assumed. The loss may stand among them, as `"loss"`.
+        history: what `optimizer.metrics()` returned from the beginning of the run, or pairs `(step, metrics)`; plain
+        metrics count as one per step. The loss may stand among them, as `"loss"`.
 
     Raises:
         TypeError: an entry is neither.

@@ -179,7 +179,7 @@ def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | No
 def warn_of_missed(names: Sequence[str]) -> None:
     if names:
         warn(
-            f"kfac_optim: the checkpoint lacks what other ranks than the one that saved it had: the statistics of "
+            f"kfac_optim: the checkpoint lacks what ranks other than the one that saved it had: the statistics of "
             f"{listed(names, 4)}, which start from zero, and under Sharded() their momentum. To save a whole one call "
             "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict()."
         )

@@ -44,13 +44,13 @@ _IDLE = 1e-3
 class AdaptiveTrustRegion(StepSize):
     """Takes the user's learning rate and momentum, bounded by `kl_clip` times the square of a number `m` that is found.
 
-    `m` is 1 at first, and stands for the unit of the loss: a loss of thousands of nats trains as one of a nat does,
-    once `m` has come to thousands. It grows where the last step was held by the region and the loss still falls along
-    it as it began to, and shrinks where the loss rises along it (`trust_region.follow`). The bound is that of
-    `TrustRegion` before momentum, with `κ = m² kl_clip`. Where `m` is above 1, a step may also be up to `m` times as
-    long as the learning rate makes it: of a loss `m` times as large the empirical Fisher is `m²` times as large and
-    the gradient `m` times, so that steps without this get shorter the larger the loss is. Elsewhere no step is longer
-    than the learning rate makes it, and a schedule of it is followed once it makes steps shorter than the region does.
+    `m` is 1 at first, and stands for the unit of the loss: a loss of thousands of nats trains like a loss of one nat,
+    once `m` is in the thousands. `m` grows where the region bounded the last step and the loss still falls along it as
+    at first, and shrinks where the loss rises along it (`trust_region.follow`). The bound is that of `TrustRegion`
+    before momentum, with `κ = m² kl_clip`. Where `m` is above 1, a step may also be up to `m` times as long as the
+    learning rate makes it: of a loss `m` times as large the empirical Fisher is `m²` times as large and the gradient
+    `m` times, so that steps without this get shorter the larger the loss is. Elsewhere no step is longer than the
+    learning rate makes it, and a schedule of it is followed once it makes steps shorter than the region does.
 
     The damping is in the unit of the loss too: where `m` is above 1 it is `m` times that of the param groups, with `m`
     as of the last statistics. With `LevenbergMarquardt`, which finds the damping itself, it is that of the groups.

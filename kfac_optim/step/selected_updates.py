@@ -44,17 +44,17 @@ class SelectedUpdates(StepSize):
     Each is scaled to a root mean square of `rms` (Liu et al. 2025, arXiv 2502.16982, §2.2). AdamW's updates have about
     that size, so that its rates, schedules and decoupled weight decay carry over.
 
-    Which is better the next gradient tells. At the first steps, and then at every fifth, both are made of the momentum
-    as it was before the new gradient, of examples that it has not seen, and the slopes of the loss along both are
-    compared, `⟨∇, update⟩`. The layer takes the natural gradient where that was more than twice as steep, on the
-    average of late: it goes far along a few directions, and the loss may turn there. So the choice needs no unit of the
-    loss and no other pass. `metrics()["natural_updates"]` is the share of layers that prefer the natural gradient.
+    The next gradient tells which is better. At the first steps, and then at every fifth, both updates are made of the
+    momentum before the new gradient, whose examples they have not seen, and the slopes of the loss along both,
+    `⟨∇, update⟩`, are compared. The layer takes the natural gradient if it has lately been more than twice as steep on
+    average: it goes far along a few directions, and the loss may turn there. So the choice needs no unit of the loss
+    and no other pass. `metrics()["natural_updates"]` is the share of layers that prefer the natural gradient.
 
     Norm layers, of which no statistics are taken then, and all parameters that belong to no layer take AdamW's step,
     with the momentum for β₁. Leave the output layer to AdamW by `skip_layers`, as Muon's recipe does. With
     `l2_in_curvature` weight decay is part of every gradient, and not decoupled. There is no trust region: `kl_clip` is
     not looked at. As with Muon a layer whose gradient has become zero goes on along its momentum, at its full size.
-    What it goes with:
+    Use it like this:
 
         optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, nesterov=True, step_size=SelectedUpdates(),
                                   skip_layers=["head"])

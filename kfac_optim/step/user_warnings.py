@@ -68,7 +68,7 @@ class UserWarnings:
 
     def partial_checkpoint(self, lacking: str) -> None:
         warn(
-            f"kfac_optim: this state_dict() lacks {lacking}: what resumes from it goes on otherwise than this run. "
+            f"kfac_optim: this state_dict() lacks {lacking}: a run resumed from it differs from this run. "
             "Call optimizer.consolidate_state_dict() on all ranks right before state_dict() (on the optimizer itself, "
             "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns."
         )
@@ -113,7 +113,7 @@ class UserWarnings:
         if self._is_first("unseen"):
             warn(
                 "kfac_optim: no parameter has a gradient, and no module that holds them was called since the optimizer "
-                "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards."
+                "was built. If fully_shard was called, it has replaced these: build the optimizer afterwards."
             )
 
     def unseen_layers(self, names: Sequence[str]) -> None:
@@ -192,8 +192,8 @@ class UserWarnings:
         if edited and self._is_first("edited"):
             warn(
                 "kfac_optim: gradients were changed in place between backward and step, as by "
-                "torch.nn.utils.clip_grad_norm_. Under Sharded() .grad holds the mean over processes of some layers "
-                "alone on each, so that a norm of them is no norm of the gradient and differs from process to process. "
+                "torch.nn.utils.clip_grad_norm_. Under Sharded() .grad on each process holds the mean of "
+                "some layers alone, so its norm is not that of the whole gradient and differs from process to process. "
                 "Call optimizer.clip_grad_norm_(max_norm) instead. (What changes each number by itself is right.)"
             )
 

@@ -13,7 +13,7 @@ from kfac_optim.utils.validation import check_kind
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What `range_test` recommends, and what it saw.
+    """Holds what `range_test` found and recommends.
 
     Attributes:
         lr: the recommended learning rate of the first param group; others keep their ratio to it.

@@ -15,6 +15,7 @@ def warn_of_untested_torch() -> None:
     found = re.match(r"\d+\.\d+", version)
     if found is None or found[0] not in _TESTED:
         warn(
-            f"kfac_optim: it was tested with torch {', '.join(_TESTED)}, and this is torch {version}. Another package "
-            f'may have moved torch. Install a tested version (pip install "torch=={_TESTED[-1]}.*"), or run the tests.'
+            f"kfac_optim: the code was tested with torch {', '.join(_TESTED)}, and this is torch {version}. Another "
+            "package may have moved torch. Install a tested version "
+            f'(pip install "torch=={_TESTED[-1]}.*"), or run the tests.'
         )

@@ -77,7 +77,7 @@ def built_before_sharding(_: int) -> list[str]:
 
 def test_an_optimizer_that_was_built_before_its_model_was_sharded_is_warned_of(two_ranks: Ranks) -> None:
     for told in two_ranks.run(built_before_sharding):
-        assert any("If fully_shard was, it has put others in their place" in each for each in told), told
+        assert any("If fully_shard was called, it has replaced these" in each for each in told), told
 
 
 def with_sparse_gradients(_: int, strategy: Strategy | Auto) -> str:

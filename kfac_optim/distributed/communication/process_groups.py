@@ -220,7 +220,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
     except KeyError:
         raise RuntimeError(
             "kfac_optim: the process group on which this model trains was destroyed. Wrap the model again, or name a "
-            "group of now by DistributedConfig(group=...), and build the optimizer again."
+            "current one by DistributedConfig(group=...), and build the optimizer again."
         ) from None
 
 

@@ -38,12 +38,12 @@ class Exchange(Enum):
 
 @dataclass(frozen=True)
 class Replicated:
-    """Gradients all-reduced, as DDP does, and every rank updates all parameters.
+    """All-reduces gradients, as DDP does; every rank updates all parameters.
 
     Of P ranks w hold the inverses of a layer and precondition its gradient; the other ranks get the result (KAISA,
-    Pauloski et al. 2021). Between w = P, least communication in a step, and w = 1, least memory and arithmetic.
-    Ranks are cut into P/w groups of neighbours, and each group preconditions its share of the layers. Where the cost
-    model knows `ranks_per_node`, groups may lie across nodes: then results stay within them.
+    Pauloski et al. 2021). w = P takes the least communication in a step, w = 1 the least memory and arithmetic. Ranks
+    are cut into P/w groups of neighbours, and each group preconditions its share of the layers. Where the cost model
+    knows `ranks_per_node`, groups may lie across nodes: then results stay within them.
 
     Words sent by all ranks in a step, for gradients of n words, factors of t packed and inverses that are sent as
     triangles: `2(P−1)n + (P−1)t/k_i + (w−1)t/k_i + (P−w)n`.

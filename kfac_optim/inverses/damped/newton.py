@@ -69,7 +69,7 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
     back.
 
     Use it on accelerators whose matrix products are far faster than their factorisations, with `dtype=torch.bfloat16`
-    where condition numbers are small. On CPUs `Cholesky` is: a refresh takes 3 to 15 times as long here.
+    where condition numbers are small. Use `Cholesky` on CPUs: this refresh takes 3 to 15 times as long.
 
     Args:
         steps: of two products each, for every factor at every refresh.
