@@ -161,7 +161,13 @@ class ExpertExecutor(Executor):
         here = self.own.agree(own, finite=of_all.finite, summed=of_all.summed, counted=None, rescaled=rescaled)
         if of_all.finite:
             averages = self.shared.wrapper is not None
-            self._division.check(own.params, self.shared.ranks.main, self._sum_over_copies, averages=averages)
+            self._division.check(
+                own.params,
+                self.shared.ranks.main,
+                self._sum_over_copies,
+                copies=self.experts.count,
+                averages=averages,
+            )
         return of_all._replace(
             sampled={*of_all.sampled, *here.sampled},
             graded={*of_all.graded, *here.graded},
@@ -177,10 +183,11 @@ class ExpertExecutor(Executor):
         """Tell what loss the statistics are of; see [Note: the loss of an expert]. A collective."""
         main, (shared, own) = self.shared.ranks.main, self.divided(sampled)
         terms = torch.as_tensor(count.averaged, dtype=torch.float64, device=main.device).reshape(())
-        mine = torch.stack([terms, torch.full_like(terms, len(sampled))])
-        total, found = main.all_reduce("terms of the loss", mine).wait()
+        # A rank on which nothing took statistics has counted none of its terms, which are taken to be as many.
+        mine = torch.stack([terms, terms > 0, torch.full_like(terms, len(sampled))])
+        total, counted, found = main.all_reduce("terms of the loss", mine).wait()
         copies = self.experts.count
-        terms = total / copies
+        terms = total * (main.world_size / counted.clamp(min=1)) / copies
         joined = count._replace(averaged=terms if isinstance(count.averaged, Tensor) else float(terms))
         return [LossShare(shared, count), LossShare(own, joined, main.world_size / copies)], bool(found > 0)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from kfac_optim.blocks.block import KFACBlock, Missing
-from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, PREFERENCE, UPDATED
+from kfac_optim.blocks.state_keys import ADAM_STEPS, AVERAGE, MOMENTUM, PREFERENCE, UPDATED
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out, leaves, nested
@@ -169,20 +169,21 @@ class Holdings:
         return restarted
 
     def _check_parts(self) -> None:
-        """Raise where all ranks have loaded one rank's part of what belongs to sharded parameters."""
+        """Raise where all ranks have loaded one rank's part of momentum and averages of sharded parameters."""
         if not any(map(_is_cut, self.updaters)):
             return
         sums = torch.zeros(2, dtype=torch.float64, device=self._communicator.device)
         for param in filter(_is_cut, self.updaters):
-            if (held := self._held((param, MOMENTUM))) is not None:
-                part = local(held).double()
-                sums += torch.stack([part.sum(), part.square().sum()])
+            for key in (MOMENTUM, AVERAGE):
+                if (held := self._held((param, key))) is not None:
+                    part = local(held).double()
+                    sums += torch.stack([part.sum(), part.square().sum()])
         largest_first = self._communicator.all_reduce("parts", torch.cat([sums, -sums]), dist.ReduceOp.MAX).wait()
         highest, lowest = largest_first[:2], -largest_first[2:]
         if bool(highest[1] > 0) and torch.equal(highest, lowest):
             raise RuntimeError(
-                "kfac_optim: all ranks have loaded the same rows of the momentum of sharded parameters, those of the "
-                "rank that saved them: the state_dict() of one rank has no others. Save by "
+                "kfac_optim: all ranks have loaded the same rows of the momentum, or of the averages, of sharded "
+                "parameters, those of the rank that saved them: the state_dict() of one rank has no others. Save by "
                 "consolidate_state_dict(to=0) and, on all ranks, torch.distributed.checkpoint.state_dict."
                 "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)), and load "
                 "by set_optimizer_state_dict with broadcast_from_rank0=True; or use torch.distributed.checkpoint."

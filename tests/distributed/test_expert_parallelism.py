@@ -51,6 +51,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "EKFAC": {"inverse": EKFAC(), "factor_update_period": 3},
     "the named loss": {"estimate": CurvaturePropagation(CRITERION)},  # of one output, whose sign is of no account
     "in the background": {"refresh": Background(max_staleness=2, deterministic=True)},
+    "seldom": {"factor_update_period": 4, "inverse_update_period": 4},  # one is measured at a step of its own
     "uneven": {},
     "clipped": {},
 }
@@ -319,6 +320,29 @@ def of_layouts(rank: int) -> tuple[list[str], str]:
     optimizer = KFACOptimizer(remedied, lr=0.1, distributed=config)
     loss(remedied(batch(0).chunk(RANKS)[rank])).backward()
     return messages, told(optimizer.step)
+
+
+def of_divided(_: int, copies: int, divided: bool) -> str:
+    """Return what is told where gradients are summed over copies, and divided in place or not."""
+    mesh = init_device_mesh("cpu", (copies, RANKS // copies), mesh_dim_names=("copies", "experts"))
+    model = Mixture("linear", mesh.get_group("experts"))
+    experts = Experts(["experts"], copies=mesh.get_group("copies") if copies > 1 else None)
+    ddp = in_wrapper(model, divided=False)
+    optimizer = KFACOptimizer(ddp, lr=0.1, distributed=DistributedConfig(experts=experts))
+    loss(ddp(batch(0).chunk(RANKS)[dist.get_rank()])).backward()
+    for gradient in filled(model):
+        if copies > 1:
+            dist.all_reduce(gradient, group=mesh.get_group("copies"))
+        if divided:
+            gradient /= RANKS
+    return told(optimizer.step)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_the_division_of_gradients_is_seen_with_copies_and_in_place(four_ranks: Ranks, copies: int) -> None:
+    assert four_ranks.run(of_divided, copies, True) == ["nothing"] * RANKS
+    for message in four_ranks.run(of_divided, copies, False):
+        assert re.match(r"kfac_optim: the gradients of experts are those of the sum", message)
 
 
 def test_experts_that_lie_otherwise_are_refused_by_name(four_ranks: Ranks) -> None:

@@ -43,6 +43,7 @@ class DivisionCheck:
         communicator: Communicator,
         over_copies: Callable[[Tensor], Tensor],
         *,
+        copies: int,
         averages: bool,
     ) -> None:
         """Raise on all ranks alike where gradients are as backward has brought them; collectives, at the first steps.
@@ -51,6 +52,7 @@ class DivisionCheck:
             params: of the experts here.
             communicator: of all ranks.
             over_copies: sums `[2]` over the ranks that hold copies of these experts.
+            copies: how many these are; their gradients at the step are equal, the sum of what backward brought to each.
             averages: whether the gradients of other layers are known to be the mean over ranks.
 
         Raises:
@@ -66,7 +68,7 @@ class DivisionCheck:
                 after = _some(param.grad)
                 before = brought.get(param, torch.zeros_like(after))
                 sums += torch.stack([after @ after, after @ before])
-        square, along = over_copies(sums).tolist()
+        square, along = (over_copies(sums) / torch.tensor([copies, 1], device=sums.device)).tolist()
         if not self._left:
             for handle in self._handles.values():
                 handle.remove()
@@ -91,7 +93,7 @@ class DivisionCheck:
         brought = _some(gradient)
         if param.grad is not None and param in self._brought:
             brought = brought + self._brought[param]
-        self._brought[param] = brought
+        self._brought[param] = brought.clone()  # what is kept as `.grad` may be divided in place
 
 
 def _some(gradient: Tensor) -> Tensor:
