@@ -51,7 +51,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "EKFAC": {"inverse": EKFAC(), "factor_update_period": 3},
     "the named loss": {"estimate": CurvaturePropagation(CRITERION)},  # of one output, whose sign is of no account
     "in the background": {"refresh": Background(max_staleness=2, deterministic=True)},
-    "seldom": {"factor_update_period": 4, "inverse_update_period": 4},  # one is measured at a step of its own
+    "seldom": {"factor_update_period": 10, "inverse_update_period": 100},  # one is measured at a step of its own
     "uneven": {},
     "clipped": {},
 }
