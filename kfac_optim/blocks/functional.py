@@ -20,10 +20,9 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.derivatives import DerivativeUses
 from kfac_optim.blocks.tensor_uses import TensorUses
 from kfac_optim.blocks.uses_in_graphs import (
-    PARAMETERS,
     count_in_in_graph,
     count_out_in_graph,
-    has_counted_in_graph,
+    index_in_graph,
     is_noted_in_graph,
     number_of,
     watch_in_graph,
@@ -80,11 +79,10 @@ class FunctionalUses(ForwardListener):
         self._others: dict[nn.Parameter, list[str]] = {}
         self._last: dict[nn.Parameter, ForwardCall] = {}
         self._looking = self._looked = False
+        self._in_graphs: list[nn.Parameter] = []
         self._in_shards: list[ShardedParameter | None] = []
         self.derivatives = DerivativeUses(self._window, emitted)
         self.number = number_of(self)
-        PARAMETERS[self.number] = []
-        weakref.finalize(self, PARAMETERS.pop, self.number)
         self.mode: ProductMode = ProductMode(self)
 
     def know(
@@ -107,10 +105,9 @@ class FunctionalUses(ForwardListener):
         self._watches.keep(self._blocks)
         self._candidates = set(candidates)
         self._tensors.know(self._listening, self._candidates)
-        in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
-        PARAMETERS[self.number] = in_graphs
+        self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
         window = self._window()
-        self._in_shards = [None if window is None else window.shards.of(param) for param in in_graphs]
+        self._in_shards = [None if window is None else window.shards.of(param) for param in self._in_graphs]
         self._look_into(set(owners))
         self.derivatives.know(self._listening)
         self._looking = self._looked = False
@@ -122,7 +119,7 @@ class FunctionalUses(ForwardListener):
         self.derivatives.know(())
         self._listening, self._blocks, self._candidates = [], {}, set()
         self._tensors.know([], self._candidates)
-        PARAMETERS[self.number], self._in_shards = [], []
+        self._in_graphs, self._in_shards = [], []
 
     def begin_forward(self) -> bool:
         if (prepare := self._before_forward()) is not None:
@@ -208,21 +205,17 @@ class FunctionalUses(ForwardListener):
             return True
         if not torch.compiler.is_compiling():
             self.count_out(weight)
-        elif has_counted_in_graph(self.number) and (index := self._index(weight)) >= 0:  # pragma: traced
+        elif (index := self._index(weight)) >= 0:  # pragma: traced
             count_out_in_graph(self.number, index)
         return False
 
     def parameter(self, index: int) -> nn.Parameter:
         """Return the parameter that graphs know by this number."""
-        return PARAMETERS[self.number][index]
+        return self._in_graphs[index]
 
     def notes(self, weight: nn.Parameter) -> bool:
         """Return whether products with this weight are noted here."""
         return weight in self._blocks
-
-    def has_counted(self) -> bool:
-        """Return whether a use by a function is counted that nothing was counted out for."""
-        return any(self._others.values())
 
     def count_out(self, weight: nn.Parameter) -> None:
         """Note that the last use of `weight` by a function was that of its own module."""
@@ -242,12 +235,20 @@ class FunctionalUses(ForwardListener):
         self._others.setdefault(param, []).append(function)
 
     def _index(self, param: Tensor | None) -> int:  # pragma: traced
-        """Give the number by which graphs know a parameter, -1 where they do not; `torch.compile` traces no keys."""
-        if param is None:
-            return -1
-        for index, known in enumerate(PARAMETERS[self.number]):
+        """Give the number by which graphs know a parameter, -1 where they do not.
+
+        Asked by its `id`, the graph that is being traced is for this very parameter: those of equal blocks that are
+        compiled one by one have graphs of their own. To search here would have the graph read the parameters that the
+        search comes by, wherever it needs them, from our list, and so those of one block for all (torch 2.13).
+        """
+        return -1 if param is None else index_in_graph(self.number, id(param))
+
+    def index_of(self, address: int) -> int:
+        """Return the number by which graphs know the parameter of this `id`, -1 where they do not."""
+        for index, known in enumerate(self._in_graphs):
             sharded = self._in_shards[index]
-            if known is param or (sharded is not None and sharded.gathered is param):
+            gathered = None if sharded is None else sharded.gathered
+            if address in (id(known), id(gathered)):
                 return index
         return -1
 
@@ -316,28 +317,19 @@ class FunctionalUses(ForwardListener):
         index, bias = self._index(product.weight), self._index(product.bias)
         if index < 0:
             return output
-        watch, adds_bias, is_whole = watch_in_graph(
-            self.number, index, bias, product.bias is not None, product.transposed
-        )
+        watch, adds_bias = watch_in_graph(self.number, index, bias, product.bias is not None, product.transposed)
         if watch < 0 or product.input.is_nested:
             return output
-        layer, examples = window.running, examples_of(product.input, 1)
-        if layer is not None and is_whole and product.weight is layer.used:
-            # The layer's own number is read as the graph runs: equal blocks that are compiled one by one share a graph.
-            if layer.sharded is not None:
-                window.graphs.tape.trace(layer.number)
-            return window.note_in_graph(layer.number_in_graphs, product.input, output, True, examples, ())
-        id(product.weight)  # has the graph be for this parameter alone: those of equal blocks have other numbers
-        number = torch.full((), watch, dtype=torch.int64, device="cpu")
-        return window.note_in_graph(number, product.input, output, True, examples, ADDS_BIAS if adds_bias else ())
+        context = ADDS_BIAS if adds_bias else ()
+        return window.note_in_graph(watch, product.input, output, True, examples_of(product.input, 1), context)
 
-    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool, bool]:
-        """Return the number of a product's watch, -1 if it has none, and what `Uses.watch_in_graph` says besides."""
-        window, weight = self._window(), self.parameter(index)
-        added = self.parameter(bias) if bias >= 0 else None
+    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+        """Return the number of a product's watch, -1 if it has none, and whether the block's bias is added to it."""
+        window, weight = self._window(), self._in_graphs[index]
+        added = self._in_graphs[bias] if bias >= 0 else None
         block = self._block_of(Product(weight, weight, added, transposed))  # its input is not asked for
         if window is None or block is None:
-            return -1, False, False
+            return -1, False
         opposed = _opposes(block, transposed)
         if len(block.params) == 1:
             adds_bias = False
@@ -345,8 +337,7 @@ class FunctionalUses(ForwardListener):
             adds_bias = added is block.params[1]
         else:
             adds_bias = any(use.adapter.adds_bias_itself(use.module) for use in block.uses)
-        is_whole = not opposed and (adds_bias or len(block.params) == 1)
-        return self._watch(window, block, opposed).number, adds_bias, is_whole
+        return self._watch(window, block, opposed).number, adds_bias
 
     def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:
         return self._watches.of(window, block, partial(_statistics, block, opposed), opposed=opposed)

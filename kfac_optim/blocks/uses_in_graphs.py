@@ -15,6 +15,9 @@ from torch import nn
 class Uses(Protocol):
     """Knows how functions use weights."""
 
+    def index_of(self, address: int) -> int:
+        """Return the number by which graphs know the parameter of this `id`, -1 where they do not."""
+
     def parameter(self, index: int) -> nn.Parameter:
         """Return the parameter that graphs know by this number."""
 
@@ -24,28 +27,15 @@ class Uses(Protocol):
     def count_in(self, param: nn.Parameter, function: str) -> None:
         """Note that a function has used `param`."""
 
-    def has_counted(self) -> bool:
-        """Return whether a use by a function is counted that nothing was counted out for."""
-
     def count_out(self, weight: nn.Parameter) -> None:
         """Note that the last use of `weight` by a function was that of its own module."""
 
-    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool, bool]:
-        """Return the number of a product's watch, -1 if it has none.
-
-        Then whether the block's bias is added to it, and whether the product is all that a layer with this weight does.
-        """
+    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+        """Return the number of a product's watch, -1 if it has none, and whether the block's bias is added to it."""
 
 
 _NUMBERS = itertools.count()
 _KNOWN: "weakref.WeakValueDictionary[int, Uses]" = weakref.WeakValueDictionary()
-
-PARAMETERS: dict[int, list[nn.Parameter]] = {}
-"""Number of `uses` → the parameters that graphs know, by their number.
-
-They lie here, and not in the object, as torch (2.13) does not guard that a parameter of a module is one which it found
-in a global. So a search through this list leaves nothing in a graph that would tie it to one of several equal blocks.
-"""
 
 
 def number_of(uses: Uses) -> int:
@@ -56,17 +46,17 @@ def number_of(uses: Uses) -> int:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def index_in_graph(uses: int, address: int) -> int:
+    """Do what `Uses.index_of` does."""
+    return _KNOWN[uses].index_of(address)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def count_out_in_graph(uses: int, index: int) -> int:
     """Do what `Uses.count_out` does."""
     found = _KNOWN[uses]
     found.count_out(found.parameter(index))
     return 0
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_counted_in_graph(uses: int) -> bool:
-    """Do what `Uses.has_counted` does."""
-    return _KNOWN[uses].has_counted()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -85,6 +75,6 @@ def is_noted_in_graph(uses: int, index: int) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool, bool]:
+def watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
     """Do what `Uses.watch_in_graph` does."""
     return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)

@@ -279,7 +279,7 @@ def run_in(window: CaptureWindow, module: nn.Module, mode: TorchFunctionMode, wa
     window's own, which the forward of the model runs in.
     """
     around = _Around(window, mode, wanted)
-    return window.hook(module, after=around.after, before=around.before, always=True)
+    return window.hook(module, after=around.after, before=around.before)
 
 
 def substitute(

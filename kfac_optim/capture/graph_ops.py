@@ -78,7 +78,7 @@ class Tape:
         call: Tensor = torch.ops.kfac_optim.run(self.token, self.number, model, terms)
         return call
 
-    def note(self, watch: Tensor, training: bool, examples: int, context: Sequence[int]) -> Tensor:  # pragma: traced
+    def note(self, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:  # pragma: traced
         """Write a layer's call into the graph; return its number, `[]`."""
         if self.anchor is not None:
             leave_what_is_saved()
@@ -158,10 +158,10 @@ def _run(token: Tensor, listener: int, model: int, terms: int) -> Tensor:
 
 
 @torch.library.custom_op("kfac_optim::note", mutates_args=("token",))
-def _note(token: Tensor, listener: int, watch: Tensor, training: bool, examples: int, context: Sequence[int]) -> Tensor:
+def _note(token: Tensor, listener: int, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
     token += 1
     found = _LISTENERS.get(listener)
-    call = -1 if found is None else found.note_call(int(watch), training, examples, tuple(context))
+    call = -1 if found is None else found.note_call(watch, training, examples, tuple(context))
     return torch.tensor(call, dtype=torch.int64, device="cpu")
 
 

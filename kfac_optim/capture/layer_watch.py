@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.utils.autograd import Node
@@ -27,8 +26,6 @@ class LayerWatch:
             `.grad`; None for a backward that reaches the weight through a call of which nothing is known any more.
         sharded: the weight, where it is kept in shards; the ledger tells.
         number: of the watch, in compiled graphs.
-        number_in_graphs: the number, `[]`. Graphs read it as they run, so that equal blocks, compiled one by one, share
-            a graph. A plain number would be a constant of it, and each block would need a graph of its own.
         node: of autograd, which accumulates the weight's gradient, as last looked up; operators of compiled graphs
             cannot look it up.
     """
@@ -41,11 +38,7 @@ class LayerWatch:
     verify: Callable[[LayerCall | None], None] = lambda _call: None
     sharded: ShardedParameter | None = None
     number: int = field(default_factory=itertools.count().__next__)
-    number_in_graphs: Tensor = field(init=False)
     node: Node | None = None
-
-    def __post_init__(self) -> None:
-        self.number_in_graphs = torch.tensor(self.number, dtype=torch.int64, device="cpu")
 
     def has_lost_gradient(self) -> bool:
         """Return whether the weight has no gradient; of a sharded weight it may be on its way to other ranks."""

@@ -19,7 +19,6 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import adds_bias_to_first
 from kfac_optim.taylor.carried import Carried, StackedProduct
 from kfac_optim.utils.autograd import in_function_transform, is_mapped
-from kfac_optim.utils.dynamo import may_write
 from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on, outside
 
 _NO_MODE = BaseTorchFunctionMode()
@@ -79,7 +78,7 @@ def watch_layer(
         is_product: whether the forward is a product with the weight, which the listener's mode may see.
     """
     hook = _LayerHook(window, module, watch, unbatched_ndim, is_product)
-    return Handles(window.watch_calls(watch), window.hook(module, hook, hook.begin if is_product else None))
+    return Handles(window.watch_calls(watch), window.hook(module, hook))
 
 
 class _LayerHook:
@@ -94,12 +93,6 @@ class _LayerHook:
         self._unbatched_ndim = unbatched_ndim
         self._is_product = is_product
 
-    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            window = self._window()
-            if window is not None and window.captures() and may_write():
-                window.running = self._watch()
-
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
         window, watch = self._window(), self._watch()
         if window is None or watch is None:
@@ -107,8 +100,6 @@ class _LayerHook:
         if torch.compiler.is_compiling():
             if not window.captures():
                 return None
-            if window.running is not None:
-                window.running = None
         elif window.idle:
             return None
         elif window.outside is not None and not window.roots.is_under_way():

@@ -55,7 +55,6 @@ class CaptureWindow(Ledger):
         ascends: whether the steps ascend, so that the loss which is minimised is the negative of that of the backward.
         source: the number of the process whose examples this one sees, for the same use.
         graphs: what compiled graphs tell.
-        running: the layer whose forward is being traced, if the mode is to note its product; else None.
         outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.
     """
 
@@ -71,7 +70,6 @@ class CaptureWindow(Ledger):
         self.left_out = 0
         self.step = self.source = 0
         self.graphs = GraphCalls(self, self.roots, self.probe, self._forward_began_in_graph)
-        self.running: LayerWatch | None = None
         self._offered = False
         self._hooks: list[LayerHooks] = []
 
@@ -94,22 +92,14 @@ class CaptureWindow(Ledger):
             if layer not in known:
                 layer.begin(module, args)
 
-    def hook(
-        self,
-        module: nn.Module,
-        after: Callable[..., Any],
-        before: Callable[..., None] | None = None,
-        *,
-        always: bool = False,
-    ) -> Handle:
+    def hook(self, module: nn.Module, after: Callable[..., Any], before: Callable[..., None] | None = None) -> Handle:
         """Call `before(module, args, kwargs)` and `after(module, args, kwargs, output)` around forwards of `module`.
 
-        With `always`, `after` is called even if the forward raises; torch then guards graphs by the number of the hook,
-        so that equal blocks which are compiled one by one share none. Neither is called within a forward of the model
-        without gradients: torch's fast paths of evaluation are closed to modules with hooks. What `after` returns,
-        unless it is None, takes the place of the output.
+        Where there is a `before`, `after` is called even if the forward raises. Neither is called within a forward of
+        the model without gradients: torch's fast paths of evaluation are closed to modules with hooks. What `after`
+        returns, unless it is None, takes the place of the output.
         """
-        hooks = LayerHooks(self._hooks, module, before, after, always)
+        hooks = LayerHooks(self._hooks, module, before, after)
         self._hooks.append(hooks)
         self.idle = False  # the layer may want the very forward that has just shown it
         hooks.on()
@@ -145,9 +135,8 @@ class CaptureWindow(Ledger):
                 return None
             if watch.sharded is not None:
                 self.graphs.tape.trace(watch.number)
-            handed = -1 if examples is None else examples
-            call_in_graph = self.graphs.tape.note(watch.number_in_graphs, training, handed, context)
-            self.graphs.tape.watch_used(call_in_graph, layer_input.detach(), output)
+            number = self.graphs.tape.note(watch.number, training, -1 if examples is None else examples, context)
+            self.graphs.tape.watch_used(number, layer_input.detach(), output)
             return None
         if not watch.wanted():
             return None
@@ -220,13 +209,13 @@ class CaptureWindow(Ledger):
                 return output
             if watch.sharded is not None:
                 self.graphs.tape.trace(watch.number)
-            return self.note_in_graph(watch.number_in_graphs, layer_input, output, training, examples, context)
+            return self.note_in_graph(watch.number, layer_input, output, training, examples, context)
         self.note(watch, layer_input, output, examples=examples, training=training, context=context)
         return output
 
     def note_in_graph(  # pragma: traced
         self,
-        watch: Tensor,
+        watch: int,
         layer_input: Tensor,
         output: Tensor,
         training: bool,

@@ -109,7 +109,7 @@ class RecurrentAdapter(LayerAdapter[_Module]):
         watches = [watch(index, spec) for index, spec in enumerate(specs)]
         forwards = _Forwards(window, watches, unbatched_ndim=2 if isinstance(module, nn.RNNBase) else 1)
         return Handles(
-            window.hook(module, before=forwards.enter, after=forwards.leave, always=True),
+            window.hook(module, before=forwards.enter, after=forwards.leave),
             substitute(window, module, forwards.table(), forwards.wanted),
             *map(window.watch_calls, watches),
         )

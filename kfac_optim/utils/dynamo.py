@@ -8,7 +8,6 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config
 
 T = TypeVar("T")
@@ -57,15 +56,6 @@ def leave_what_is_saved() -> int:
 
         callback_handler.register_end_callback(put_back)
     return 0
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def may_write() -> bool:
-    """Return whether what is being traced may write into objects of ours.
-
-    It must not where it is the body of an operator, as that of a checkpoint is: dynamo would break the graph.
-    """
-    return InstructionTranslator.current_tx().output.is_root_tracer()
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -83,7 +83,6 @@ class LayerHooks:
     module: nn.Module
     before: Callable[..., None] | None
     after: Callable[..., Any]
-    always: bool = False
     _handles: list[RemovableHandle] = field(default_factory=list)
     _is_on: bool = False  # what the handles tell too, but `torch.compile` cannot look at them
 
@@ -97,7 +96,9 @@ class LayerHooks:
         # First among the module's hooks: the output is then the layer's own, and the root call still open when the
         # model is this very layer.
         self._handles.append(
-            self.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=self.always)
+            self.module.register_forward_hook(
+                after, prepend=True, with_kwargs=True, always_call=self.before is not None
+            )
         )
 
     def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
