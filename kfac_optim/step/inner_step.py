@@ -109,9 +109,12 @@ def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Ten
         maximize=numbers["maximize"],
     )
     for param, buffer in zip(params, buffers, strict=False):
-        held = state[param]
-        held[MOMENTUM] = buffer
-        # The mark of `SelectedUpdates`, that the momentum is a mean, does not outlive the mean.
-        if isinstance(held.get(ADAM_STEPS), Tensor):
-            for key in (ADAM_STEPS, SECOND_MOMENT, PREFERENCE):
-                held.pop(key, None)
+        keep_momentum(state[param], buffer)
+
+
+def keep_momentum(held: MutableMapping[str, Any], momentum: Tensor | None) -> None:
+    """Keep momentum that is no mean of gradients; the marks of `SelectedUpdates` do not outlive the mean they are of."""
+    held[MOMENTUM] = momentum
+    if isinstance(held.get(ADAM_STEPS), Tensor):
+        for key in (ADAM_STEPS, SECOND_MOMENT, PREFERENCE):
+            held.pop(key, None)

@@ -9,16 +9,33 @@ import torch
 from torch import Tensor, nn
 
 _LARGEST = torch.finfo(torch.float32).max
+_SCHEDULE = " A number that changes is set by a scheduler: see HyperparameterScheduler."
 _FACTOR_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def check_number(
-    name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+    name: str,
+    value: object,
+    *,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    scheduled: bool = False,
 ) -> None:
-    """Raise TypeError for what is not a real number, ValueError for one out of range (or NaN)."""
+    """Raise TypeError for what is not a real number, ValueError for one out of range (or NaN).
+
+    Args:
+        name: of the number.
+        value: the number.
+        above: what it must be above.
+        at_least: what it must be at least.
+        at_most: what it must be at most.
+        scheduled: whether a scheduler can change it.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
-        schedule = " A number that changes is set by a scheduler: see HyperparameterScheduler." * callable(value)
-        raise TypeError(f"kfac_optim: {name} must be a number, got {value!r}.{schedule}")
+        raise TypeError(
+            f"kfac_optim: {name} must be a number, got {value!r}.{_SCHEDULE * (scheduled and callable(value))}"
+        )
     number = float(value)
     if not (math.isfinite(number) and number > above and at_least <= number <= at_most):
         bounds = [f"above {above:g}"] if above > -math.inf else []
@@ -28,11 +45,12 @@ def check_number(
         raise ValueError(f"kfac_optim: {name} must be {allowed}, got {value!r}.")
 
 
-def check_integer(name: str, value: object, *, at_least: int = 1) -> None:
-    """Raise TypeError for what is not an integer, ValueError for one below `at_least`."""
+def check_integer(name: str, value: object, *, at_least: int = 1, scheduled: bool = False) -> None:
+    """Raise TypeError for what is not an integer, ValueError for one below `at_least`; arguments as `check_number`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        schedule = " A number that changes is set by a scheduler: see HyperparameterScheduler." * callable(value)
-        raise TypeError(f"kfac_optim: {name} must be an integer, got {value!r}.{schedule}")
+        raise TypeError(
+            f"kfac_optim: {name} must be an integer, got {value!r}.{_SCHEDULE * (scheduled and callable(value))}"
+        )
     if int(value) < at_least:
         raise ValueError(f"kfac_optim: {name} must be at least {at_least}, got {value!r}.")
 
@@ -61,14 +79,16 @@ def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"kfac_optim: {name}{where} must be a float where it is as large as {value!r}.")
     for name in ("nesterov", "maximize", "l2_in_curvature", "foreach", "fused"):
         check_flag(f"{name}{where}", group[name], optional=name in ("foreach", "fused"))
-    check_number(f"damping{where}", group["damping"], above=0)
+    check_number(f"damping{where}", group["damping"], above=0, scheduled=True)
     if group["preconditioner_damping"] is not None:
-        check_number(f"preconditioner_damping{where} (None is damping)", group["preconditioner_damping"], above=0)
-    check_number(f"factor_decay{where}", group["factor_decay"], above=0, at_most=1)
-    check_integer(f"factor_update_period{where}", group["factor_update_period"])
-    check_integer(f"inverse_update_period{where}", group["inverse_update_period"])
+        check_number(
+            f"preconditioner_damping{where} (None is damping)", group["preconditioner_damping"], above=0, scheduled=True
+        )
+    check_number(f"factor_decay{where}", group["factor_decay"], above=0, at_most=1, scheduled=True)
+    check_integer(f"factor_update_period{where}", group["factor_update_period"], scheduled=True)
+    check_integer(f"inverse_update_period{where}", group["inverse_update_period"], scheduled=True)
     if group["kl_clip"] is not None:
-        check_number(f"kl_clip{where} (None turns it off)", group["kl_clip"], above=0)
+        check_number(f"kl_clip{where} (None turns it off)", group["kl_clip"], above=0, scheduled=True)
 
 
 def check_group(group: Mapping[str, Any], where: str = "") -> None:
