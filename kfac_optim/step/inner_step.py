@@ -113,7 +113,7 @@ def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Ten
 
 
 def keep_momentum(held: MutableMapping[str, Any], momentum: Tensor | None) -> None:
-    """Keep momentum that is no mean of gradients; the marks of `SelectedUpdates` do not outlive the mean they are of."""
+    """Keep momentum that is no mean of gradients; the marks that `SelectedUpdates` gives a mean go with the mean."""
     held[MOMENTUM] = momentum
     if isinstance(held.get(ADAM_STEPS), Tensor):
         for key in (ADAM_STEPS, SECOND_MOMENT, PREFERENCE):
