@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.parcels import ShareBucket
-from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, held_by, like, to_owners
+from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, held_by, to_owners
 from kfac_optim.distributed.gradients.grid import Grid
-from kfac_optim.utils.sharded_params import local
+from kfac_optim.utils.sharded_params import like, local
 
 SHAPES = [(4, 3), (8, 2, 2), (5, 3), (1, 3), (3,), (0, 2), (4,), (7, 1)]
 CPU = torch.device("cpu")
