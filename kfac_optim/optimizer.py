@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -38,21 +37,19 @@ from kfac_optim.step import averaging, engine, group_checks, new_state, publishe
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.earlier_gradient import EarlierGradient
+from kfac_optim.step.closures import Closures, Evaluation
 from kfac_optim.step.execution import Admission, Executor, Trained
 from kfac_optim.step.gate import Gate, group_of, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
-from kfac_optim.step.reevaluation import Reevaluation
 from kfac_optim.step.refresh_schedules import Phases, Refresh, Together
 from kfac_optim.step.skipped_steps import SkippedSteps
 from kfac_optim.step.step_memory import StepMemory
-from kfac_optim.step.step_size import ClosureLoss, StepSize
-from kfac_optim.step.trial import Judge, Trial
+from kfac_optim.step.step_size import StepSize
+from kfac_optim.step.trial import Judge
 from kfac_optim.step.user_warnings import UserWarnings
 from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.precision import without_autocast
-from kfac_optim.utils.random_state import RandomState, random_state
 from kfac_optim.utils.sharded_params import any_sharded, is_sharded
 from kfac_optim.utils.tensor_storage import keep_while_spawning
 from kfac_optim.utils.validation import (
@@ -60,7 +57,6 @@ from kfac_optim.utils.validation import (
     check_closure,
     check_group,
     check_kind,
-    check_loss,
     check_number,
     check_terms,
     given_model,
@@ -285,7 +281,6 @@ class KFACOptimizer(JoinableOptimizer):
         executor = self._executor
         self._record: engine.StepRecord | None = None
         self._shows_state = self._publishes = False
-        self._closure_loss: ClosureLoss | None = None
         self._warnings = UserWarnings(finds_model=given is None, plain=step_size.plain)
         self._memory = StepMemory(step_size, self._warnings)
         self._binding = ModelBinding(
@@ -316,6 +311,7 @@ class KFACOptimizer(JoinableOptimizer):
                     *(adapt_damping, self._recorder, self._objective, self._executor),
                     damps_steps=step_size.needs_objective,
                 )
+        self._closures = Closures(step_size, self._judge, self._recorder, self._window, self._binding, executor)
         self._gate = Gate(
             choices,
             self._window,
@@ -377,7 +373,6 @@ class KFACOptimizer(JoinableOptimizer):
             self._show_state()
             return None
         self._take_on_groups()
-        judge, number = self._judge, self._window.step
         if self._choices.average is not None and averaging.shows_averages(self.state):
             raise RuntimeError(
                 "kfac_optim: step() was called while the model holds the averages of its parameters, which eval() has "
@@ -388,40 +383,17 @@ class KFACOptimizer(JoinableOptimizer):
             self._publishes = False
             published_state.withdraw(self.state)
         self._window.take_step()
-        if judge is not None:
-            judge.check_call(closure, self.param_groups)
-        searches = self._choices.step_size.needs_closure
-        if searches and closure is None:
-            raise RuntimeError(
-                f"kfac_optim: {self._choices.step_size!r} evaluates the loss at other parameters: pass step() a "
-                "closure that evaluates the model, calls backward() and returns the loss."
-            )
-        tries = searches or (judge is not None and judge.rule.tries(number))
-        random = random_state(self._params()) if tries else None
-        loss = None
-        if closure is not None:
-            loss = self._evaluate(closure, searches=searches)
-        if judge is not None:
-            judge.check_loss(loss, self.param_groups)
-        again = None if closure is None or random is None else self._reevaluation(closure, random)
-        self._closure_loss = self._loss_of(again, loss) if searches and again is not None else None
-        trial = None
-        if (
-            judge is not None
-            and again is not None
-            and loss is not None
-            and any(param.grad is not None for param in self._params())
-        ):
-            trial = Trial(self.param_groups, self.state, loss, again)
+        evaluation = self._closures.run(closure, self.param_groups, self.state)
+        trial = evaluation.trial
         devices = {device.type for device in {param.device for param in self._params()}}
         try:
             with without_autocast(devices):
-                admission = self._step(judged=trial is not None)
+                admission = self._step(evaluation)
             stays = admission is not None
-            if judge is not None and trial is not None and stays:
-                after = judge.evaluate_again(trial, self._binding.coverage.blocks)
+            if self._judge is not None and trial is not None and stays:
+                after = self._judge.evaluate_again(trial, self._binding.coverage.blocks)
                 with without_autocast(devices):
-                    stays = judge.decide(trial, after, number, self._record, self._binding.coverage.blocks)
+                    stays = self._judge.decide(trial, after, self._record, self._binding.coverage.blocks)
             if self._choices.average is not None and admission is not None and stays:
                 averaging.follow(self._choices.average, self._params(), self.state, admission.finite)
         except BaseException:
@@ -429,10 +401,8 @@ class KFACOptimizer(JoinableOptimizer):
                 self.__dict__.pop(name, None)
             raise
         finally:
-            self._closure_loss = None
-            if self._recorder is not None:
-                self._recorder.drop()
-        return loss
+            self._closures.end()
+        return evaluation.loss  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients as in `torch.optim`, and their statistics with them.
@@ -796,12 +766,13 @@ class KFACOptimizer(JoinableOptimizer):
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _step(self, *, judged: bool) -> Admission | None:
+    def _step(self, evaluation: Evaluation) -> Admission | None:
         """Take the step, if the gate admits it, and return the admission.
 
         Args:
-            judged: whether the step is judged afterwards.
+            evaluation: what the closure of the step gave.
         """
+        judged = evaluation.trial is not None
         admission = self._gate.admit(self, judged=judged, is_first=self._record is None)
         if admission is None:
             return None
@@ -809,7 +780,7 @@ class KFACOptimizer(JoinableOptimizer):
         self._phases.lay_out(blocks)
         memory = self._memory.get(blocks, self._params())
         self._record = record = self._engine.step(
-            self.param_groups, self.state, blocks, admission, memory, self._closure_loss
+            self.param_groups, self.state, blocks, admission, memory, evaluation.elsewhere
         )
         self._memory.put(record.memory)
         suspects = {block.name for block in agreement.unaccounted}
@@ -853,60 +824,6 @@ class KFACOptimizer(JoinableOptimizer):
         if self._shows_state:
             self._shows_state = False
             self.state.clear()
-
-    def _evaluate(self, closure: Callable[[], Any], *, searches: bool) -> Any:
-        """Run the closure of a step and return its loss.
-
-        Args:
-            closure: the closure.
-            searches: whether the step size evaluates it again.
-
-        Raises:
-            RuntimeError: the step is judged by this loss, and the gradients are not those of this loss alone.
-        """
-        if searches:  # what is evaluated again begins here, whatever called the criterion before
-            self._window.tally.criterion.end()
-        judged_by = self._choices.step_size if searches else self._choices.adapt_damping
-        if judged_by is not None and self._recorder is not None:
-            self._recorder.drop()  # of forwards before, as of an attack on the inputs
-        earlier = EarlierGradient(() if judged_by is None else self._params())
-        with torch.enable_grad(), earlier:
-            loss = closure()
-        if earlier.was_added_to:
-            raise RuntimeError(
-                f"kfac_optim: {judged_by!r} judges the step by the loss that the closure returns, but the gradients "
-                "are those of an earlier backward as well. Call zero_grad() in the closure and have it run all "
-                "micro-batches of the step, or turn off accumulation in the tool that calls step()."
-            )
-        return loss
-
-    def _reevaluation(self, closure: Callable[[], Any], random: RandomState) -> Reevaluation:
-        """Return the closure as it is called again, with the random numbers that it was first called with."""
-        searches = self._choices.step_size.needs_closure
-        if (model := self._binding.model) is None:
-            asking = self._choices.step_size if searches else self._choices.adapt_damping
-            raise RuntimeError(
-                f"kfac_optim: {asking!r} evaluates the closure again, and no call of a module that holds the "
-                "parameters was seen since the optimizer was built. Pass the model: KFACOptimizer(model, ...)."
-            )
-        params, several = tuple(self._params()), self._executor.several
-        return Reevaluation(closure, random, self._window, model, params, several=several, backward=not searches)
-
-    def _loss_of(self, again: Reevaluation, loss: Any) -> ClosureLoss:
-        """Return what a step size is to know of the loss, for it to look at other parameters."""
-        if loss is None:
-            raise RuntimeError(
-                f"kfac_optim: the closure returned None, and {self._choices.step_size!r} has to know the loss: return "
-                "it from the closure."
-            )
-        check_loss(loss)
-        if self._executor.several:
-            raise NotImplementedError(
-                f"kfac_optim: {self._choices.step_size!r} evaluates the loss by itself, which wrappers of several "
-                "processes do not allow. Use step_size=AdaptiveTrustRegion()."
-            )
-        terms, calls = self._window.terms, self._window.tally.criterion.terms
-        return ClosureLoss(float(loss), again, None if terms is None else partial(terms.changes, calls))
 
     def _params(self) -> list[nn.Parameter]:
         return params_of(self.param_groups)

@@ -31,6 +31,7 @@ class Trial:
         state: the optimizer's state, for momentum buffers.
         loss: before the step, a number or a tensor of one element; of this process's examples.
         again: evaluates that loss at the parameters of then.
+        step: the number of the step.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Trial:
         state: MutableMapping[Tensor, Any],
         loss: float | Tensor,
         again: Reevaluation,
+        step: int,
     ) -> None:
         self.groups = groups
         self.again = again
+        self.step = step
         self._state = state
         self._before = {
             param: param.detach().clone() for group in groups for param in group["params"] if param.grad is not None
@@ -177,10 +180,8 @@ class Judge:
             trial.undo(blocks)
             raise
 
-    def decide(
-        self, trial: Trial, loss: float, step: int, record: StepRecord | None, blocks: Sequence[KFACBlock]
-    ) -> bool:
-        """Adapt the damping by what step number `step` did to the loss, which is now `loss`; or take the step back.
+    def decide(self, trial: Trial, loss: float, record: StepRecord | None, blocks: Sequence[KFACBlock]) -> bool:
+        """Adapt the damping by what the step did to the loss, which is now `loss`; or take the step back.
 
         Returns:
             Whether the step stays.
@@ -196,11 +197,11 @@ class Judge:
             for block in blocks:
                 if block.is_ready:
                     block.clock.call_for_refresh()
-        elif self.rule.adapts_at(step):
+        elif self.rule.adapts_at(trial.step):
             predicted = record.measures.get("predicted_change")
             change = None if predicted is None else float(predicted)
             self.ratio = trial.ratio(loss, self.objective, record.count, change, self.executor)
-        if rejected or self.rule.adapts_at(step):
+        if rejected or self.rule.adapts_at(trial.step):
             for group in trial.groups:
                 group["damping"] = self.rule.adapted(group["damping"], self.ratio)
         return not rejected
