@@ -31,8 +31,8 @@ from kfac_optim.distributed import (
     make_plan,
     predict_sgd,
 )
-from kfac_optim.distributed.communication.laid_out import on_paper
 from kfac_optim.distributed.communication.layouts import ReduceBucket
+from kfac_optim.distributed.communication.message import Message, together
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import batches, shares
@@ -151,12 +151,32 @@ def _moved(counted: Counted) -> list[tuple[float, float]]:
     for payload, period in ((Payload.PARAMETERS, 1), (Payload.SUMS, rare), (Payload.INVERSES, rare)):
         for bucket in all_buckets(plan, payload):
             for rank in everyone:
-                sent[rank] += bucket.sent_bytes(rank) / period
-                received[rank] += bucket.received_bytes(rank) / period
+                messages = bucket.messages(rank)
+                sent[rank] += sum(message.sent_bytes for message in messages) / period
+                received[rank] += sum(message.received_bytes for message in messages) / period
     return list(zip(sent, received, strict=True))
 
 
 _PAYLOADS = {"sums": Payload.SUMS, "results": Payload.INVERSES, "parameters": Payload.PARAMETERS}
+
+
+def on_paper(
+    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow],
+    rank: int,
+    limit: float | None = None,
+    ranks: int | None = None,
+) -> list[Message]:
+    """The messages by which layouts of one payload are carried out, in their order, as a rank sees them.
+
+    The last two arguments are those of ``batches``.
+    """
+    segmented = [each for each in layouts if each.segmented]
+    found = [message for each in layouts if not each.segmented for message in each.messages(rank)]
+    for batch in batches([shares(each.owned_elements) for each in segmented], limit, ranks):
+        firsts, seconds = zip(*(each.messages(rank) for each in segmented[batch]), strict=True)
+        to_owners = firsts[0].collective is Collective.REDUCE_SCATTER
+        found += [*firsts, together(seconds)] if to_owners else [together(firsts), *seconds]
+    return found
 
 
 def _bounds(plan: Plan, payload: Payload) -> tuple[float | None, int | None]:

@@ -151,9 +151,8 @@ def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # C code reads a dict past its methods only if it has no `__iter__` of its own.
-for _name in ("__getitem__", "__iter__", "__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
-    setattr(Metrics, _name, _reading(getattr(dict, _name)))
-for _name in ("get", "values", "items", "pop", "popitem", "setdefault", "copy"):
+_DUNDERS = ("__getitem__", "__iter__", "__eq__", "__ne__", "__or__", "__ror__", "__repr__")
+for _name in (*_DUNDERS, "get", "values", "items", "pop", "popitem", "setdefault", "copy"):
     setattr(Metrics, _name, _reading(getattr(dict, _name)))
 
 

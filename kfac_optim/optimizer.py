@@ -745,11 +745,7 @@ class KFACOptimizer(JoinableOptimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Take the model along into copies and pickles, as hooks bind the two. Copy or pickle both at once."""
-        choices = {
-            **self._choices.arguments(),
-            "distributed": self._distributed,
-            "grad_scaler": self._scaler.named,
-        }
+        choices = {**self._choices.arguments(), "distributed": self._distributed, "grad_scaler": self._scaler.named}
         blocks = checkpoint.dump_all(self._binding.coverage.blocks) | self._binding.pending.states()
         keep_while_spawning(blocks)
         state = {} if self._shows_state else checkpoint.without_blocks(self.state)
@@ -832,11 +828,7 @@ class KFACOptimizer(JoinableOptimizer):
         return names_of(self._binding, self.param_groups)
 
     def _trained(self) -> Trained:
-        return Trained(
-            self._binding.coverage.blocks,
-            self._params(),
-            self._names,
-        )
+        return Trained(self._binding.coverage.blocks, self._params(), self._names)
 
     def _publish_blocks(self) -> None:
         """Put the blocks' state where torch looks for it, until the next step."""

@@ -20,11 +20,10 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.derivatives import DerivativeUses
 from kfac_optim.blocks.tensor_uses import TensorUses
 from kfac_optim.blocks.uses_in_graphs import (
+    GraphUses,
     count_in_in_graph,
     count_out_in_graph,
-    index_in_graph,
     is_noted_in_graph,
-    number_of,
     watch_in_graph,
 )
 from kfac_optim.capture.batches import examples_of
@@ -40,13 +39,13 @@ from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ProductAdapter, ProductStatistics
 from kfac_optim.utils.autograd import in_function_transform, saved_tensors_are_hooked
 from kfac_optim.utils.hooks import Handle
-from kfac_optim.utils.sharded_params import ShardedParameter, Shards
+from kfac_optim.utils.sharded_params import Shards
 
 Claim = Callable[[Product | TensorProduct], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
 
 
-class FunctionalUses(ForwardListener):
+class FunctionalUses(ForwardListener, GraphUses):
     """Knows the block of each matrix, and listens to the products with it.
 
     Args:
@@ -66,6 +65,7 @@ class FunctionalUses(ForwardListener):
         emitted: Callable[[KFACBlock], None],
         before_forward: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._tensors = TensorUses(window, claim, emitted)
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
@@ -79,10 +79,7 @@ class FunctionalUses(ForwardListener):
         self._others: dict[nn.Parameter, list[str]] = {}
         self._last: dict[nn.Parameter, ForwardCall] = {}
         self._looking = self._looked = False
-        self._in_graphs: list[nn.Parameter] = []
-        self._in_shards: list[ShardedParameter | None] = []
         self.derivatives = DerivativeUses(self._window, emitted)
-        self.number = number_of(self)
         self.mode: ProductMode = ProductMode(self)
 
     def know(
@@ -105,9 +102,8 @@ class FunctionalUses(ForwardListener):
         self._watches.keep(self._blocks)
         self._candidates = set(candidates)
         self._tensors.know(self._listening, self._candidates)
-        self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
-        window = self._window()
-        self._in_shards = [None if window is None else window.shards.of(param) for param in self._in_graphs]
+        window, params = self._window(), [param for block in self._listening for param in block.params]
+        self.know_in_graphs([*params, *self._candidates], Shards() if window is None else window.shards)
         self._look_into(set(owners))
         self.derivatives.know(self._listening)
         self._looking = self._looked = False
@@ -119,7 +115,7 @@ class FunctionalUses(ForwardListener):
         self.derivatives.know(())
         self._listening, self._blocks, self._candidates = [], {}, set()
         self._tensors.know([], self._candidates)
-        self._in_graphs, self._in_shards = [], []
+        self.know_in_graphs([], Shards())
 
     def begin_forward(self) -> bool:
         if (prepare := self._before_forward()) is not None:
@@ -209,12 +205,7 @@ class FunctionalUses(ForwardListener):
             count_out_in_graph(self.number, index)
         return False
 
-    def parameter(self, index: int) -> nn.Parameter:
-        """Return the parameter that graphs know by this number."""
-        return self._in_graphs[index]
-
     def notes(self, weight: nn.Parameter) -> bool:
-        """Return whether products with this weight are noted here."""
         return weight in self._blocks
 
     def count_out(self, weight: nn.Parameter) -> None:
@@ -231,26 +222,7 @@ class FunctionalUses(ForwardListener):
             count_in_in_graph(self.number, index, function)
 
     def count_in(self, param: nn.Parameter, function: str) -> None:
-        """Note that a function has used `param`."""
         self._others.setdefault(param, []).append(function)
-
-    def _index(self, param: Tensor | None) -> int:  # pragma: traced
-        """Give the number by which graphs know a parameter, -1 where they do not.
-
-        Asked by its `id`, the graph that is being traced is for this very parameter: those of equal blocks that are
-        compiled one by one have graphs of their own. To search here would have the graph read the parameters that the
-        search comes by, wherever it needs them, from our list, and so those of one block for all (torch 2.13).
-        """
-        return -1 if param is None else index_in_graph(self.number, id(param))
-
-    def index_of(self, address: int) -> int:
-        """Return the number by which graphs know the parameter of this `id`, -1 where they do not."""
-        for index, known in enumerate(self._in_graphs):
-            sharded = self._in_shards[index]
-            gathered = None if sharded is None else sharded.gathered
-            if address in (id(known), id(gathered)):
-                return index
-        return -1
 
     def module_ran(self, weight: nn.Parameter) -> bool:
         """Tell, within the mode and after the module with this weight has run, whether its product was noted here.
@@ -324,7 +296,6 @@ class FunctionalUses(ForwardListener):
         return window.note_in_graph(watch, product.input, output, True, examples_of(product.input, 1), context)
 
     def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
-        """Return the number of a product's watch, -1 if it has none, and whether the block's bias is added to it."""
         window, weight = self._window(), self._in_graphs[index]
         added = self._in_graphs[bias] if bias >= 0 else None
         block = self._block_of(Product(weight, weight, added, transposed))  # its input is not asked for

@@ -28,11 +28,7 @@ class Models:
     """
 
     def __init__(
-        self,
-        model: nn.Module | None,
-        window: CaptureWindow,
-        build: Callable[[], None],
-        adopted: Callable[[], None],
+        self, model: nn.Module | None, window: CaptureWindow, build: Callable[[], None], adopted: Callable[[], None]
     ) -> None:
         self.model: nn.Module | None = None
         self.given = model is not None

@@ -43,50 +43,56 @@ class BlockOptions:
             check_patterns_match(choice.argument, choice.by_pattern, names)
 
 
-def block_options(
-    *,
-    adapters: Adapters,
-    skip_layers: Sequence[Pattern],
-    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None,
-    usual_inverse: Inverse[Any] | InverseRule,
-    matrices_only: bool,
-    weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
-    structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None,
-    subsample: Subsample | Mapping[Pattern, Subsample] | None,
-    max_factor_dim: int,
-    factor_dtype: torch.dtype | None,
-) -> BlockOptions:
-    """Return the choices about layers, each checked; the usual inverse is for layers that no choice names."""
-    if isinstance(skip_layers, (str, type, torch.Tensor)) or not isinstance(skip_layers, Iterable):
-        raise TypeError(
-            f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
-            f"wrap a single one in a list."
-        )
-    check_kind("adapters", adapters, Mapping)
-    for cls, adapter in adapters.items():
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"kfac_optim: a key of adapters must be a subclass of nn.Module, got {cls!r}.")
-        check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
-    check_integer("max_factor_dim", max_factor_dim)
-    check_dtype("factor_dtype", factor_dtype)
-    options = BlockOptions(
-        adapters=adapters,
-        skip_layers=in_order(skip_layers),
-        inverse=Choice("inverse", usual_inverse if inverse is None else inverse, (Inverse, InverseRule), usual_inverse),
-        weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
-        structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),
-        subsample=Choice("subsample", SOME_ROWS if subsample is None else subsample, (Subsample,), SOME_ROWS),
-        max_factor_dim=max_factor_dim,
-        factor_dtype=factor_dtype,
-        matrices_only=matrices_only,
-    )
-    for pair in (options.structure.default, *options.structure.by_pattern.values()):
-        if len(pair) != 2 or not all(isinstance(side, Structure | BlockDiagonal) for side in pair):
+@dataclass(frozen=True, kw_only=True)
+class LayerChoices:
+    """Holds what `KFACOptimizer` was given about layers: arguments of these names, which its docstring describes."""
+
+    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None
+    weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing]
+    structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None
+    subsample: Subsample | Mapping[Pattern, Subsample] | None
+    skip_layers: Sequence[Pattern]
+    adapters: Adapters
+    max_factor_dim: int
+    factor_dtype: torch.dtype | None
+
+    def resolved(self, usual: Inverse[Any] | InverseRule, *, matrices_only: bool) -> BlockOptions:
+        """Return the choices, each checked; the usual inverse is for layers that no choice names."""
+        skipped: object = self.skip_layers
+        if isinstance(skipped, (str, type, torch.Tensor)) or not isinstance(skipped, Iterable):
             raise TypeError(
-                f"kfac_optim: structure must be a pair of Structure or BlockDiagonal values for (A, G), got {pair!r}."
+                f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skipped!r}; "
+                f"wrap a single one in a list."
             )
-        if pair == (Structure.IDENTITY, Structure.IDENTITY):
-            raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
-    for pattern in options.skip_layers:
-        check_pattern("skip_layers", pattern)
-    return options
+        check_kind("adapters", self.adapters, Mapping)
+        for cls, adapter in self.adapters.items():
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise TypeError(f"kfac_optim: a key of adapters must be a subclass of nn.Module, got {cls!r}.")
+            check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
+        check_integer("max_factor_dim", self.max_factor_dim)
+        check_dtype("factor_dtype", self.factor_dtype)
+        inverse = usual if self.inverse is None else self.inverse
+        structure = _DENSE if self.structure is None else self.structure
+        subsample = SOME_ROWS if self.subsample is None else self.subsample
+        options = BlockOptions(
+            adapters=self.adapters,
+            skip_layers=in_order(self.skip_layers),
+            inverse=Choice("inverse", inverse, (Inverse, InverseRule), usual),
+            weight_sharing=Choice("weight_sharing", self.weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
+            structure=Choice("structure", structure, (tuple,), _DENSE),
+            subsample=Choice("subsample", subsample, (Subsample,), SOME_ROWS),
+            max_factor_dim=self.max_factor_dim,
+            factor_dtype=self.factor_dtype,
+            matrices_only=matrices_only,
+        )
+        for pair in (options.structure.default, *options.structure.by_pattern.values()):
+            if len(pair) != 2 or not all(isinstance(side, Structure | BlockDiagonal) for side in pair):
+                raise TypeError(
+                    "kfac_optim: structure must be a pair of Structure or BlockDiagonal values for (A, G), got "
+                    f"{pair!r}."
+                )
+            if pair == (Structure.IDENTITY, Structure.IDENTITY):
+                raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
+        for pattern in options.skip_layers:
+            check_pattern("skip_layers", pattern)
+        return options

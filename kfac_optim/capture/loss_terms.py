@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class LossCount(NamedTuple):
     """Whether something was observed that no backward came to, though one came to the forward behind it."""
 
 
+@dataclass(slots=True, eq=False)
 class RootCall:
     """Stands for one forward of the whole model, whose loss terms count once in a window with a backward through it.
 
@@ -53,31 +54,17 @@ class RootCall:
         is_mapped: whether the outermost `torch.vmap` at work in it runs over what the model was handed.
     """
 
-    __slots__ = (
-        "batched",
-        "by_criterion",
-        "counted_in",
-        "is_mapped",
-        "layers",
-        "model",
-        "number",
-        "of_layers",
-        "recomputes",
-        "terms",
-        "unbatched",
-    )
-
-    def __init__(self, model: int, number: int = 0) -> None:
-        self.model = model
-        self.number = number
-        self.by_criterion = False
-        self.terms: int | None = None
-        self.of_layers = 0
-        self.layers: set[int] = set()
-        self.counted_in = -1
-        self.batched = False
-        self.unbatched = False
-        self.recomputes = self.is_mapped = False
+    model: int
+    number: int = 0
+    by_criterion: bool = False
+    terms: int | None = None
+    of_layers: int = 0
+    layers: set[int] = field(default_factory=set)
+    counted_in: int = -1
+    batched: bool = False
+    unbatched: bool = False
+    recomputes: bool = False
+    is_mapped: bool = False
 
 
 _OUTSIDE = 0
@@ -134,18 +121,12 @@ class LossTally:
 
     def __init__(self, rule: LossTerms) -> None:
         self._rule = rule
-        self._number = 0
-        self._counted: Counter[int] = Counter()
-        self._unread: list[RootCall] = []
-        self._outside: dict[int, RootCall] = {}
-        self._around: dict[int, int] = {}  # the number of the backward around a nested one
+        self._number = -1
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
         self._is_superseded = False
-        self.by_criterion = self.by_output = self.repeated = False
         self.criterion = CriterionCalls()
-        self.observed: list[Observation] = []
-        self._draws = 0
+        self.reset()
 
     def name_loss(self, *, mean: bool) -> None:
         """Take note of the loss, and with it of the terms of each call of the model."""
@@ -307,12 +288,12 @@ class LossTally:
     def reset(self) -> None:
         """Begin the next step."""
         self._number += 1
+        self._counted: Counter[int] = Counter()
+        self._unread: list[RootCall] = []
+        self._outside: dict[int, RootCall] = {}
+        self._around: dict[int, int] = {}  # the number of the backward around a nested one
+        self.observed: list[Observation] = []
         self.by_criterion = self.by_output = self.repeated = False
         self._is_superseded = False
         self._stated = None
         self._draws = 0
-        self.observed.clear()
-        self._counted.clear()
-        self._unread.clear()
-        self._outside.clear()
-        self._around.clear()

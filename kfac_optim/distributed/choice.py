@@ -1,10 +1,9 @@
-"""Whether several processes train together, as the user or the process group says, and what they compare to be sure."""
+"""Whether several processes train together, as the user or the process group says."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.utils.text import without_addresses
@@ -51,20 +50,3 @@ def described(choices: Mapping[str, Any]) -> dict[str, str]:
         for name, value in choices.items()
         if name != "distributed"  # agreed upon with the plan
     }
-
-
-def numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the numbers of param groups by name, in words, but for tensors."""
-    return {name: repr(value) for name, value in _options(groups) if not isinstance(value, Tensor)}
-
-
-def tensors(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the tensors of param groups by name, in words. Synchronises with the device if there are any."""
-    return {name: repr(value.tolist()) for name, value in _options(groups) if isinstance(value, Tensor)}
-
-
-def _options(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for number, group in enumerate(groups):
-        for name, value in group.items():
-            if name not in ("params", "param_names"):
-                yield f"{name} of param group {number}", value

@@ -160,14 +160,8 @@ class ExpertExecutor(Executor):
         # On copies too the step is taken if all ranks take it.
         here = self.own.agree(own, finite=of_all.finite, summed=of_all.summed, counted=None, rescaled=rescaled)
         if of_all.finite:
-            averages = self.shared.wrapper is not None
-            self._division.check(
-                own.params,
-                self.shared.ranks.main,
-                self._sum_over_copies,
-                copies=self.experts.count,
-                averages=averages,
-            )
+            main, averages = self.shared.ranks.main, self.shared.wrapper is not None
+            self._division.check(own.params, main, self._sum_over_copies, copies=self.experts.count, averages=averages)
         return of_all._replace(
             sampled={*of_all.sampled, *here.sampled},
             graded={*of_all.graded, *here.graded},

@@ -1,14 +1,14 @@
 """What an executor sees of its optimizer: choices, numbers of the param groups, terms of the loss, and the state."""
 
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.distributed import choice
 from kfac_optim.distributed.statistics.overlap import Terms
 from kfac_optim.fisher.estimates import Estimate, NamedLoss
 from kfac_optim.step.step_size import StepSize
@@ -49,15 +49,21 @@ class OptimizerView:
 
     def arguments(self) -> Mapping[str, str]:
         """Return the optimizer's arguments by name, as they are now; they must be the same on all ranks."""
-        return {**self.choices, **choice.numbers(self._groups())}
+        numbers = {name: repr(value) for name, value in self._numbers() if not isinstance(value, Tensor)}
+        return {**self.choices, **numbers}
 
     def tensors(self) -> Mapping[str, str]:
         """Return those arguments that are tensors, which synchronises with the device."""
-        return choice.tensors(self._groups())
+        return {name: repr(value.tolist()) for name, value in self._numbers() if isinstance(value, Tensor)}
 
     def state(self) -> MutableMapping[Any, Any]:
         """Return the optimizer's state, for momentum buffers."""
         return {} if (optimizer := self.optimizer()) is None else optimizer.state
 
-    def _groups(self) -> Sequence[Mapping[str, Any]]:
-        return () if (optimizer := self.optimizer()) is None else optimizer.param_groups
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        """Yield the numbers of param groups, each behind its name."""
+        optimizer = self.optimizer()
+        for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
+            for name, value in group.items():
+                if name not in ("params", "param_names"):
+                    yield f"{name} of param group {number}", value

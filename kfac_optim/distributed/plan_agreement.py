@@ -52,12 +52,7 @@ class PlanAgreement:
         grid: the ranks that train, and which of them hold what; None before anything was described.
     """
 
-    def __init__(
-        self,
-        config: DistributedConfig,
-        ranks: TrainingGroup,
-        optimizer: OptimizerView,
-    ) -> None:
+    def __init__(self, config: DistributedConfig, ranks: TrainingGroup, optimizer: OptimizerView) -> None:
         self._config = config
         self._ranks = ranks
         self._optimizer = optimizer

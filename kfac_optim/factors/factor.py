@@ -151,13 +151,7 @@ class Factor:
             sizes = self.pending.diagonal(dim1=-2, dim2=-1) if self._is_dense else self.pending
         return (sizes * scale).to(self.dtype).isfinite().all(-1)
 
-    def fold(
-        self,
-        scale: float | Tensor,
-        mass: float | Tensor,
-        decay: float,
-        accept: Tensor,
-    ) -> None:
+    def fold(self, scale: float | Tensor, mass: float | Tensor, decay: float, accept: Tensor) -> None:
         """Take the sum of this step, times `scale`, into the average, and start a new sum.
 
         Args:

@@ -50,12 +50,7 @@ class CriterionTerms:
     """
 
     def __init__(
-        self,
-        window: CaptureWindow,
-        likelihood: Likelihood,
-        vectors: Passes,
-        several: bool,
-        seed: Callable[[], int],
+        self, window: CaptureWindow, likelihood: Likelihood, vectors: Passes, several: bool, seed: Callable[[], int]
     ) -> None:
         self._window = weakref.ref(window)
         self._likelihood = likelihood
@@ -192,25 +187,20 @@ class CriterionTerms:
         if window.recorder is not None:
             window.recorder.note_term(term, outputs)
         if measures:
-            self._take_passes(window, term, behind, outputs, seen)
-
-    def _take_passes(
-        self, window: CaptureWindow, term: CriterionTerm, behind: Behind, outputs: Outputs, seen: Outputs
-    ) -> None:
-        ExtraBackward(
-            weakref.ref(window),
-            term.likelihood,
-            partial(self._vectors, term.likelihood),
-            self._several,
-            0,
-            RootCall(0),
-            behind.calls,
-            behind.in_graphs,
-            seen,
-            self._seed,
-            term,
-            self._aligned,
-        ).await_backward(outputs)
+            ExtraBackward(
+                weakref.ref(window),
+                likelihood,
+                partial(self._vectors, likelihood),
+                self._several,
+                0,
+                RootCall(0),
+                behind.calls,
+                behind.in_graphs,
+                seen,
+                self._seed,
+                term,
+                self._aligned,
+            ).await_backward(outputs)
 
 
 def _observed(residual: Any) -> tuple[Outputs, Likelihood, float]:
@@ -260,7 +250,8 @@ class _Weighed:
         in_graphs = self._behind.in_graphs and window.is_reached()
         if measures and not in_graphs and not any(call.is_reached() for call, _ in self._behind.calls):
             return
-        _note_criterion(self._behind)
+        for root in _forwards(self._behind):
+            root.by_criterion = True
         factor = -gradient.detach() if window.ascends else gradient.detach()
         if self._term.factor is None:
             self._term.factor = factor
@@ -286,12 +277,6 @@ class _Observed:
             self._observation.arrived = True
             for root in self._observation.forwards:
                 root.by_criterion = True
-
-
-def _note_criterion(behind: Behind) -> None:
-    """Have the forwards behind what a criterion reads know it."""
-    for root in _forwards(behind):
-        root.by_criterion = True
 
 
 def _forwards(behind: Behind) -> set[RootCall]:

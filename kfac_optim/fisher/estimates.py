@@ -224,10 +224,14 @@ class _Watcher:
         if not self._estimate.fit(outputs):
             return
         root.terms = self._estimate.terms(outputs)
-        in_graphs = look_behind(outputs, window, window.graphs.anchor).in_graphs if window.graphs.calls() else False
+        in_graphs = bool(window.graphs.calls())
+        if not calls and not in_graphs:
+            return
         # What is behind other outputs gets no gradient here. Held by a hook on these, it would hold them in turn.
-        behind = {call for call, _ in look_behind(outputs, window, window.graphs.anchor).calls} if calls else set()
-        calls = [(call, there) for call, there in calls if call in behind]
+        behind = look_behind(outputs, window, window.graphs.anchor)
+        in_graphs &= behind.in_graphs
+        reached = {call for call, _ in behind.calls}
+        calls = [(call, there) for call, there in calls if call in reached]
         if not calls and not in_graphs:
             return
         for output in outputs if in_graphs else ():

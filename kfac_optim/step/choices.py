@@ -1,19 +1,14 @@
 """The user's choices that are no numbers of param groups, checked and in one place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from kfac_optim.blocks.options import BlockOptions, block_options
-from kfac_optim.blocks.selection import Pattern
-from kfac_optim.factors.subsampling import Subsample
+from kfac_optim.blocks.options import BlockOptions, LayerChoices
 from kfac_optim.fisher.estimates import Estimate, ExactGGN, NamedLoss
-from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.layers.base import Adapters
-from kfac_optim.specs import Kept, LossTerms, WeightSharing
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.specs import LossTerms
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.refresh_schedules import Background, Refresh, Schedule, check_refresh
@@ -22,7 +17,7 @@ from kfac_optim.utils.validation import check_flag, check_integer, check_kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class Choices(LayerChoices):
     """Holds what `KFACOptimizer` was given beside numbers: its arguments of these names, which its docstring describes.
 
     Attributes:
@@ -39,14 +34,6 @@ class Choices:
     estimate: Estimate
     refresh: Refresh
     loss_terms: LossTerms | None
-    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None
-    weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing]
-    structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None
-    subsample: Subsample | Mapping[Pattern, Subsample] | None
-    skip_layers: Sequence[Pattern]
-    adapters: Adapters
-    max_factor_dim: int
-    factor_dtype: torch.dtype | None
     nonfinite_limit: int | None
     include_factors: bool
     options: BlockOptions = field(init=False, repr=False)
@@ -85,18 +72,7 @@ class Choices:
         check_flag("include_factors", self.include_factors, optional=False)
         if self.nonfinite_limit is not None:
             check_integer("nonfinite_limit (None is no limit)", self.nonfinite_limit)
-        options = block_options(
-            adapters=self.adapters,
-            skip_layers=self.skip_layers,
-            inverse=self.inverse,
-            usual_inverse=self.step_size.usual_inverse,
-            matrices_only=self.step_size.matrices_only,
-            weight_sharing=self.weight_sharing,
-            structure=self.structure,
-            subsample=self.subsample,
-            max_factor_dim=self.max_factor_dim,
-            factor_dtype=self.factor_dtype,
-        )
+        options = self.resolved(self.step_size.usual_inverse, matrices_only=self.step_size.matrices_only)
         self.step_size.check_layers(options)
         self._check_rows()
         object.__setattr__(self, "options", options)

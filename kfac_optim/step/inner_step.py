@@ -12,6 +12,8 @@ from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, PREFERENCE, SECON
 from kfac_optim.step.step_size import Group, Sized
 
 State = MutableMapping[Tensor, Any]
+Pair = tuple[Tensor, Tensor]
+"""A parameter, and what it is moved along."""
 
 
 def sgd_step(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: State, finite: Tensor | None) -> None:
@@ -26,37 +28,25 @@ def sgd_step(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: 
     may_fuse = numbers["foreach"] is None and numbers["fused"] is None
     may_fuse = may_fuse and not any(isinstance(numbers[name], Tensor) for name in ("lr", "weight_decay"))
     has_momentum = numbers["momentum"] != 0
-    raw, directed, fused = _Pairs(), _Pairs(), _Pairs()
+    raw, directed, fused = list[Pair](), list[Pair](), list[Pair]()
     for param in params:
         direction = sized.direction.get(param)
         if direction is None:
-            raw.append(param, param.grad)
+            assert param.grad is not None
+            raw.append((param, param.grad))
         elif may_fuse and _suits_fused_cpu(param, direction, state[param] if has_momentum else None):
-            fused.append(param, direction)
+            fused.append((param, direction))
         else:
-            directed.append(param, direction)
+            directed.append((param, direction))
     # torch's foreach path of Nesterov adds the momentum to the gradients in place; `.grad` belongs to the user.
     if numbers["nesterov"] and numbers["foreach"] is not False:
-        raw.grads = [grad.clone() for grad in raw.grads]
+        raw = [(param, grad.clone()) for param, grad in raw]
     if numbers["fused"]:
         for param in params:
             _device_dtype_check_for_fused(param)
     for pairs, own in ((raw, numbers), (directed, of_direction), (fused, {**of_direction, "fused": True})):
-        if pairs.params:
+        if pairs:
             _update(pairs, own, state, finite)
-
-
-class _Pairs:
-    """Holds parameters, and what they are moved along."""
-
-    def __init__(self) -> None:
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-
-    def append(self, param: Tensor, grad: Tensor | None) -> None:
-        assert grad is not None
-        self.params.append(param)
-        self.grads.append(grad)
 
 
 def _suits_fused_cpu(param: nn.Parameter, direction: Tensor, held: Mapping[str, Any] | None) -> bool:
@@ -80,17 +70,14 @@ def _suits_fused_cpu(param: nn.Parameter, direction: Tensor, held: Mapping[str, 
 _FUSED = (torch.float32, torch.float64)
 
 
-def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Tensor | None) -> None:
-    params, grads = pairs.params, pairs.grads
+def _update(pairs: Sequence[Pair], numbers: Mapping[str, Any], state: State, finite: Tensor | None) -> None:
+    params, grads = [param for param, _ in pairs], [grad for _, grad in pairs]
     has_momentum = numbers["momentum"] != 0
     buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
     without = sum(buffer is None for buffer in buffers)
     if numbers["fused"] and 0 < without < len(buffers):  # torch's fused kernels take momentum of all or of none
         for has_none in (True, False):
-            some = _Pairs()
-            for param, grad, buffer in zip(params, grads, buffers, strict=True):
-                if (buffer is None) == has_none:
-                    some.append(param, grad)
+            some = [pair for pair, buffer in zip(pairs, buffers, strict=True) if (buffer is None) == has_none]
             _update(some, numbers, state, finite)
         return
     sgd(

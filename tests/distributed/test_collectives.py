@@ -75,7 +75,7 @@ def check_sums(ranks: Ranks) -> None:
         bucket, wide = uneven_bucket(ranks.world_size, payload), torch.promote_types(payload, torch.float32)
         for rank, answers in enumerate(everyones):
             merged, counted, traced = answers[index]
-            assert counted == traced == [bucket.sent_bytes(rank)]
+            assert counted == traced == [message.sent_bytes for message in bucket.messages(rank)]
             assert list(merged) == [slot.name for slot in bucket.slots if slot.owner == rank]
             for slot in bucket.owned[rank]:
                 total, mass = merged[slot.name]
@@ -181,7 +181,8 @@ def share(rank: int) -> list[tuple[dict[str, Tensor], list[float], list[float], 
             bucket = wild_shares(seed, comm.world_size)
             mine = {parcel.name: parcel_values(parcel) for parcel in bucket.parcels if parcel.source == rank}
             got = comm.share(bucket, mine).wait()
-            answers.append((got, counted, [launch.sent_bytes for launch in trace], bucket.sent_bytes(rank)))
+            (message,) = bucket.messages(rank)
+            answers.append((got, counted, [launch.sent_bytes for launch in trace], message.sent_bytes))
     return answers
 
 

@@ -45,6 +45,6 @@ def test_directly_an_owner_holds_what_all_ranks_send() -> None:
 def test_one_rank_of_many_sends_and_receives_what_the_plan_says(exchange: Exchange) -> None:
     found = counted(16, exchange)
     for phase, payload in (("sums", Payload.SUMS), ("parameters", Payload.PARAMETERS)):
-        layouts = all_buckets(found.plan, payload)
-        assert found.phases[phase].sent == sum(layout.sent_bytes(15) for layout in layouts)
-        assert found.phases[phase].received == sum(layout.received_bytes(15) for layout in layouts)
+        messages = [message for layout in all_buckets(found.plan, payload) for message in layout.messages(15)]
+        assert found.phases[phase].sent == sum(message.sent_bytes for message in messages)
+        assert found.phases[phase].received == sum(message.received_bytes for message in messages)

@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_closed_form(ranks: int) -> None:
     params = [Owned(str(i), on_paper((8 * ranks, 3), (ranks,), (Shard(0),)), i % ranks) for i in range(2 * ranks)]
     elements = sum(param.numel() for _, param, _ in params)
     buckets: list[ShareBucket] = [to_owners("there", params, grid(ranks)), from_owners("back", params, grid(ranks))]
-    sent = [sum(bucket.sent_bytes(rank) for bucket in buckets) for rank in range(ranks)]
+    sent = [sum(each.sent_bytes for bucket in buckets for each in bucket.messages(rank)) for rank in range(ranks)]
     assert sum(sent) * ranks == 2 * elements * (ranks - 1) * 4
     assert len(set(sent)) == 1
 

@@ -357,7 +357,7 @@ def check_merged_factors(ranks: Ranks) -> None:
             assert all(torch.equal(a, b) for name in first for a, b in zip(first[name], other[name], strict=True))
     for rank, answer in enumerate(answers):
         assert [launch.bucket for launch in answer["trace"]] == ["first", "second"] * 4
-        predicted = [bucket.sent_bytes(rank) for bucket in buckets] * 4
+        predicted = [message.sent_bytes for bucket in buckets for message in bucket.messages(rank)] * 4
         assert answer["counted"] == [launch.sent_bytes for launch in answer["trace"]] == predicted
 
 

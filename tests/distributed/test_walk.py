@@ -13,6 +13,7 @@ from helpers.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.counted_scaling import on_paper
 from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
 from kfac_optim.distributed import (
     Cause,
@@ -25,7 +26,6 @@ from kfac_optim.distributed import (
     Sharded,
     Strategy,
 )
-from kfac_optim.distributed.communication.laid_out import on_paper
 from kfac_optim.distributed.communication.message import Message, all_reduction
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.planning.buckets import Payload

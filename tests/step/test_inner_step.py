@@ -39,7 +39,7 @@ def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any]
     update = inner_step._update
 
     def counted(pairs: Any, numbers: Any, *rest: Any) -> None:
-        fused.append(len(pairs.params) if numbers["fused"] else 0)
+        fused.append(len(pairs) if numbers["fused"] else 0)
         update(pairs, numbers, *rest)
 
     monkeypatch.setattr(inner_step, "_update", counted)

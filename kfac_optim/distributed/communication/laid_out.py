@@ -1,6 +1,6 @@
 """Buckets that are launched one after the other, as they are laid out once for many steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -8,9 +8,7 @@ from torch import Tensor
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
-from kfac_optim.distributed.communication.message import Collective, Message, together
 from kfac_optim.distributed.communication.parcels import ShareBucket
-from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import batches, shares
 
 B = TypeVar("B", ReduceBucket, ShareBucket)
@@ -71,29 +69,6 @@ def shared(
         yield from _waited([communicator.share(bucket, give(bucket)) for bucket in laid_out.buckets])
     else:
         yield from (communicator.share(bucket, give(bucket)).wait() for bucket in laid_out.buckets)
-
-
-def on_paper(
-    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow],
-    rank: int,
-    limit: float | None = None,
-    ranks: int | None = None,
-) -> list[Message]:
-    """Return the messages by which layouts of one payload are carried out, in their order, as a rank sees them.
-
-    Args:
-        layouts: in their order.
-        rank: which.
-        limit: as of `batches`.
-        ranks: as of `batches`.
-    """
-    segmented = [each for each in layouts if each.segmented]
-    found = [message for each in layouts if not each.segmented for message in each.messages(rank)]
-    for batch in batches([shares(each.owned_elements) for each in segmented], limit, ranks):
-        firsts, seconds = zip(*(each.messages(rank) for each in segmented[batch]), strict=True)
-        to_owners = firsts[0].collective is Collective.REDUCE_SCATTER
-        found += [*firsts, together(seconds)] if to_owners else [together(firsts), *seconds]
-    return found
 
 
 def _waited(flights: list[InFlight[T]]) -> Iterator[T]:

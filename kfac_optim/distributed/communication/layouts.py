@@ -140,23 +140,6 @@ class ReduceBucket:
         deliver = Message(self.name, Collective.ALL_TO_ALL, rank, to, from_, self.sum_dtype.itemsize)
         return scatter, deliver
 
-    def sent_bytes(self, rank: int) -> int:
-        """Return what `rank` sends to others in one launch; all ranks together directly `P - 1` times the bucket."""
-        size = self.payload.itemsize
-        if not self.segmented:
-            return (sum(self.wire_sections) - self.wire_sections[rank]) * size
-        segments = self.segments
-        scattered = (sum(self.wire_segments) - self.wire_segments[rank]) * size
-        return scattered + (segments.lengths[rank] - segments.at_home[rank]) * self.sum_dtype.itemsize
-
-    def received_bytes(self, rank: int) -> int:
-        """Return what `rank` receives from others in one launch."""
-        others, size = self.world_size - 1, self.payload.itemsize
-        if not self.segmented:
-            return others * self.wire_sections[rank] * size
-        delivered = (self.sections[rank] - self.segments.at_home[rank]) * self.sum_dtype.itemsize
-        return others * self.wire_segments[rank] * size + delivered
-
     @property
     def moved_bytes(self) -> int:
         """Return what all ranks together send in one launch."""

@@ -79,10 +79,7 @@ class ShareBucket:
     def is_even_gather(self) -> bool:
         """Return whether all ranks have equally much, and all of it goes to all."""
         everyone = tuple(range(self.world_size))
-        held = dict.fromkeys(everyone, 0)
-        for parcel in self.parcels:
-            held[parcel.source] += parcel.elements
-        return len(set(held.values())) == 1 and all(parcel.targets == everyone for parcel in self.parcels)
+        return len(set(self.owned_elements)) == 1 and all(parcel.targets == everyone for parcel in self.parcels)
 
     def sent_by(self, rank: int) -> list[list[Parcel]]:
         """Return what `rank` sends to each rank, in order."""
@@ -126,24 +123,6 @@ class ShareBucket:
         to, from_ = (tuple(map(_elements, parcels)) for parcels in (self.sent_by(rank), self.received_by(rank)))
         kind = Collective.ALL_GATHER if self.is_even_gather else Collective.ALL_TO_ALL
         return (Message(self.name, kind, rank, to, from_, size),)
-
-    def sent_bytes(self, rank: int) -> int:
-        """Return what `rank` sends to others in one launch."""
-        if self.segmented:
-            segments = self.segments
-            scattered = self.owned_elements[rank] - segments.at_home[rank]
-            return (scattered + (self.world_size - 1) * segments.length) * self.payload.itemsize
-        own = (parcel for parcel in self.parcels if parcel.source == rank)
-        return sum(p.elements * (len(p.targets) - (rank in p.targets)) for p in own) * self.payload.itemsize
-
-    def received_bytes(self, rank: int) -> int:
-        """Return what `rank` receives from others in one launch."""
-        if self.segmented:
-            segments = self.segments
-            scattered = segments.lengths[rank] - segments.at_home[rank]
-            return (scattered + (self.world_size - 1) * segments.length) * self.payload.itemsize
-        coming = (p for p in self.parcels if p.source != rank and rank in p.targets)
-        return sum(parcel.elements for parcel in coming) * self.payload.itemsize
 
     @property
     def moved_bytes(self) -> int:

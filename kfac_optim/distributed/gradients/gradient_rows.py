@@ -1,6 +1,6 @@
 """FSDP2 and the like: parts of gradients to the owner of the matrix, who preconditions, and of its direction back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.gradients.flow import GradientFlow, of_one_rank, sum_scalars, total_norm
 from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, held_by, parcel_name, to_owners
 from kfac_optim.distributed.gradients.grid import Grid
+from kfac_optim.distributed.planning.buckets import Item, fill
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.step.roles import Parts
 from kfac_optim.utils.sharded_params import like, local
@@ -119,11 +120,12 @@ class RowGradients(GradientFlow):
         values: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Exchange rows in buckets of about equal size, all under way at once."""
-        filled = _filled((owned for block in blocks for owned in self._owned(block)), self._limit)
-        flights = [
-            self._communicator.share(layout(f"{name} {number}", params, self._grid, self._payload), values)
-            for number, params in enumerate(filled)
-        ]
+        owned = {each.name: each for block in blocks for each in self._owned(block)}
+        items = [Item(each.name, each.param.numel(), each.owner, 0) for each in owned.values()]
+        flights = []
+        for number, together in enumerate(fill(items, self._limit)):
+            bucket = layout(f"{name} {number}", [owned[item.name] for item in together], self._grid, self._payload)
+            flights.append(self._communicator.share(bucket, values))
         return {parcel: piece for flight in flights for parcel, piece in flight.wait().items()}
 
 
@@ -131,17 +133,3 @@ def _norm(grad: Tensor, order: float) -> Tensor:
     """Give the norm of a whole gradient, wherever its parts are, `[]`."""
     norm = torch.linalg.vector_norm(grad, order)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _filled(params: Iterable[Owned], limit: int) -> Iterator[list[Owned]]:
-    """Return parameters in their order, in lists of at most `limit` elements, or of one."""
-    filling: list[Owned] = []
-    elements = 0
-    for each in params:
-        if filling and elements + each.param.numel() > limit:
-            yield filling
-            filling, elements = [], 0
-        filling.append(each)
-        elements += each.param.numel()
-    if elements:
-        yield filling

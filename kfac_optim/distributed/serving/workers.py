@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,6 @@ from kfac_optim.distributed.serving.trainers import timeout_of_lines
 from kfac_optim.distributed.statistics_workers import Role, StatisticsWorkers
 from kfac_optim.step.execution import Agreement, Trained
 from kfac_optim.step.refresher import Refresher
-
-
-class ServingOptimizer(Protocol):
-    """Says what is asked of the optimizer that serves."""
-
-    def step(self) -> None: ...
-
-    def consolidate_state_dict(self, to: int | None = 0) -> None: ...
 
 
 class ServingExecutor(DistributedExecutor):
@@ -119,7 +111,7 @@ class Service:
 
     def __init__(
         self,
-        optimizer: ServingOptimizer,
+        optimizer: Any,
         executor: ServingExecutor,
         blocks: Callable[[], Sequence[KFACBlock]],
         window: CaptureWindow,

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor, traces_of
-from kfac_optim.inverses.batching import FactorJob, Usable, averages, settle, take, take_largest
+from kfac_optim.inverses.batching import FactorJob, Usable, averages, batches, settle, take, take_largest
 from kfac_optim.inverses.damping import Damped, factored_tikhonov
 from kfac_optim.inverses.pair_inverse import P, PairState
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
@@ -85,6 +85,15 @@ def keep_inverses(jobs: Sequence[DampedJob], inverses: Tensor, attempts: Tensor,
     return usable
 
 
+def invert(jobs: Iterable[DampedJob]) -> None:
+    """Invert all jobs, those of one structure and size in one batch."""
+    for structure, equal in batches(jobs):
+        if structure is Structure.DENSE:
+            _invert_by_cholesky(equal)
+        else:
+            take_reciprocals(equal)
+
+
 def take_reciprocals(jobs: Sequence[DampedJob]) -> Usable:
     """Invert diagonal factors, and 1×1 matrices; see `keep_inverses`."""
     damped = Damped.joined(job.damped for job in jobs).of(averages(jobs))
@@ -93,7 +102,7 @@ def take_reciprocals(jobs: Sequence[DampedJob]) -> Usable:
     return keep_inverses(jobs, damped.reciprocal(), finite, diagonal.amax(-1) / diagonal.amin(-1))
 
 
-def invert_by_cholesky(jobs: Sequence[DampedJob]) -> None:
+def _invert_by_cholesky(jobs: Sequence[DampedJob]) -> None:
     """Stack every group of every job, dense and of one size, into one batch, invert, and hand the parts back."""
     damped = Damped.joined(job.damped for job in jobs)
     stack = damped.scaled(averages(jobs))

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import batches
-from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert_by_cholesky, take_reciprocals
+from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState, SymmetricInverse, dense_flops
 from kfac_optim.linalg.products import sandwich
-from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
+from kfac_optim.specs import Cost, FactorShape, LayerSpec
 from kfac_optim.utils.validation import check_dtype
 
 CholeskyState = PairState[SymmetricInverse]
@@ -56,11 +55,7 @@ class Cholesky(PairInverse[CholeskyState]):
         return PairState(spec, start, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[CholeskyState], dampings: Sequence[float]) -> None:
-        for structure, equal in batches(damped_jobs(states, dampings)):
-            if structure is Structure.DENSE:
-                invert_by_cholesky(equal)
-            else:
-                take_reciprocals(equal)
+        invert(damped_jobs(states, dampings))
 
     def apply(self, state: CholeskyState, grad: Tensor, damping: float) -> Tensor:
         applied = self.applied_dtype(state)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.inverses.batching import FactorJob, averages, batches
-from kfac_optim.inverses.damped.base import DampedJob, damped_factors, invert_by_cholesky, take_reciprocals
+from kfac_optim.inverses.damped.base import DampedJob, damped_factors, invert
 from kfac_optim.inverses.damped.deflation import (
     DeflatedState,
     Deflation,
@@ -112,11 +112,7 @@ class LowRank(PairInverse[LowRankState]):
                 read_off(structure, deflating)
             else:
                 self._follow(deflating)
-        for structure, equal in batches(job for job in jobs if isinstance(job, DampedJob)):
-            if structure is Structure.DENSE:
-                invert_by_cholesky(equal)
-            else:
-                take_reciprocals(equal)
+        invert(job for job in jobs if isinstance(job, DampedJob))
 
     def apply(self, state: LowRankState, grad: Tensor, damping: float) -> Tensor:
         return apply_sides(state.a, state.g, [grad], state.condition.dtype)[0]
