@@ -68,14 +68,15 @@ class Summary:
                     remarks,
                 )
             )
-        sizes = {p: math.prod(p.shape) for p in self.parameters if p.shape is not None}
-        total, covered = sum(sizes.values()), sum(sizes[p] for p in sizes if p.block is not None)
+        # No dict: parameters without a name may have equal records.
+        sizes = [(p.block, math.prod(p.shape)) for p in self.parameters if p.shape is not None]
+        total, covered = sum(size for _, size in sizes), sum(size for block, size in sizes if block is not None)
         state = sum(block.state_bytes for block in self.blocks)
         blocks = f"{len(self.blocks)} block{' covers' if len(self.blocks) == 1 else 's cover'}"
         footer = f"{blocks} {covered:,} of {total:,} parameters; their state takes {describe_bytes(state)}."
         if any(block.measured is not None for block in self.blocks):
             names = {block.name for block in self.blocks if block.measured}
-            measured = sum(sizes[p] for p in sizes if p.block in names)
+            measured = sum(size for block, size in sizes if block in names)
             footer += f" Statistics were taken of {measured:,} ({_percent(measured, total)}) so far."
         return "\n".join([*table(rows), footer])
 

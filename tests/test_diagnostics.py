@@ -138,6 +138,13 @@ def test_the_printed_summary_has_a_line_for_every_parameter_and_a_line_of_sums()
     assert lines[-1].startswith(f"4 blocks cover 116 of {total} parameters")
 
 
+def test_parameters_without_a_name_are_counted_one_by_one() -> None:
+    model = mlp()
+    strays = [nn.Parameter(torch.zeros(7)) for _ in range(2)]
+    optimizer = KFACOptimizer([*model.parameters(), *strays], model=model)
+    assert "cover 43 of 57 parameters" in str(optimizer.summary())
+
+
 def test_a_layer_uninitialised_at_construction_is_preconditioned_from_its_first_step_on() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2))

@@ -105,6 +105,15 @@ def test_an_optimizer_that_outlives_the_modules_of_its_process_ends_quietly(monk
     gc.collect()
 
 
+def test_an_optimizer_that_is_gone_leaves_no_hooks_on_parameters() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model)
+    model(torch.randn(6, 4))
+    assert any(param._post_accumulate_grad_hooks for param in model.parameters())
+    del optimizer
+    assert not any(param._backward_hooks or param._post_accumulate_grad_hooks for param in model.parameters())
+
+
 @pytest.mark.usefixtures("_no_collector")
 def test_a_model_trains_on_after_its_optimizer() -> None:
     """What was traced or hooked before holds nothing of the optimizer that is gone."""

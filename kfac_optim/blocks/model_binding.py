@@ -160,6 +160,7 @@ class ModelBinding:
         """
         self.release()
         self._window.discard()
+        self._window.probe.end()
         self._window.call_nobody()
 
     # -- a step ------------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Reevaluation:
         try:
             for param in held:
                 param.grad = None
+            torch.clear_autocast_cache()  # which may hold casts of the parameters as they were before
             with ExitStack() as stack:
                 stack.enter_context(self.random.replayed())
                 stack.enter_context(torch.enable_grad())
@@ -78,6 +79,7 @@ class Reevaluation:
                 stack.enter_context(self.window.muted())  # last, as it takes off what an interrupted forward left on
                 return self.closure()
         finally:
+            torch.clear_autocast_cache()
             for param, grad in held.items():
                 param.grad = grad
             for registered, old in buffers:  # a forward may change a buffer in place, or put another in its place

@@ -27,7 +27,7 @@ class StepMemory:
         self._step_size = step_size
         self._warnings = warnings
         self._numbers: Tensor | None = None
-        self._looked_at = 0.0  # infinite once the user was warned
+        self._looked_at = 0.0  # infinite once nobody is to be warned any more
 
     def get(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> Tensor:
         """Return the numbers, `[4]`, zero at first; they lie where the last step or a checkpoint has put them."""
@@ -48,6 +48,10 @@ class StepMemory:
         """Return the numbers for a pickle, as numbers outlive the spawning of a process and new tensors do not."""
         return None if self._numbers is None else self._numbers.tolist()
 
+    def silence(self) -> None:
+        """Never warn from now on."""
+        self._looked_at = math.inf
+
     def look(self, measures: Mapping[str, Scalar], step: int) -> None:
         """Warn if nearly all steps of late were made too short. The host waits for that, so it is not done often.
 
@@ -60,5 +64,5 @@ class StepMemory:
         self._looked_at = step
         scale = measures.get("trust_region_scale")
         if scale is not None and float(self._numbers[3]) > _NEARLY_ALL:
-            self._looked_at = math.inf
+            self.silence()
             self._warnings.short_steps(self._step_size, self._step_size.advice(float(scale)))

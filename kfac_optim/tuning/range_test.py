@@ -36,9 +36,10 @@ def range_test(
     Up to 7 settings are trained for `steps / 7` steps each, from the same parameters, on the same batches and with the
     same random numbers: rates a factor of ten apart, then the ends of the range of rates that do equally well, then
     more and less damping. They are judged by how far they lower the loss of the last batches, each seen for the first
-    time. That differs from the range test of Smith (2017, arXiv 1506.01186), which lets the rate grow within one run,
-    and stops where the loss rises: a trust region bounds the steps of K-FAC, so that the loss need not rise at any
-    rate, and damping takes part. All that is known is what a few steps show; decays of the rate are for the user.
+    time, unless the loader has fewer batches than a trial has steps. That differs from the range test of Smith (2017,
+    arXiv 1506.01186), which lets the rate grow within one run, and stops where the loss rises: a trust region bounds
+    the steps of K-FAC, so that the loss need not rise at any rate, and damping takes part. All that is known is what a
+    few steps show; decays of the rate are for the user.
 
     A twin of the optimizer takes the steps, and the optimizer itself does not notice. What is put back to the bit, also
     after an error or Ctrl-C: parameters, buffers and `.grad` of the model's modules; what attributes of the modules, of
@@ -49,12 +50,14 @@ def range_test(
     containers in containers. Compiled models run uncompiled.
 
     Args:
-        optimizer: the optimizer as training begins with it, or between two steps. It must know its model.
+        optimizer: the optimizer as training begins with it, or between two steps. It must know its model. `apply` of
+            the result refuses one of which a scheduler was made, here or in the run of a checkpoint that was loaded.
         loader: what can be iterated again, as a `DataLoader`, or a list of batches; `steps / 7` batches of it are held
             in memory. An iterator is refused, unless it has `state_dict` and `load_state_dict`.
-        loss_of: computes the loss of a batch as training does, `[]`, without `backward()`. It must leave the batch as
-            it is. What it states by `optimizer.set_loss_terms` or `optimizer.observe` counts for the steps of the
-            trials alone. Clipping of gradients, accumulation and schedules take no part.
+        loss_of: computes the loss of a batch as training does, `[]`, under autocast if training is, without
+            `backward()`. It must leave the batch as it is. What it states by `optimizer.set_loss_terms` or
+            `optimizer.observe` counts for the steps of the trials alone. Clipping of gradients, accumulation and
+            schedules take no part.
         steps: how many at most, each a forward and a backward; forwards of a few batches come on top.
         advance: is called after each step, for a progress bar.
 
@@ -91,6 +94,7 @@ def range_test(
         )
     start = _start(optimizer)
     modules = trial_steps.hooked(optimizer, model)
+    trial_steps.stop_listening(optimizer)
     # Graphs hold the hooks of an optimizer, and would be compiled again for each twin.
     with everything_undone(modules, optimizer._params(), loader) as undo, uncompiled():
 
@@ -116,6 +120,7 @@ def range_test(
         learnt=found.learnt,
         finds_rate=bool(start.rates),
         before=(start.lr, start.damping),
+        read_again=trials.read_again,
     )
 
 

@@ -25,6 +25,8 @@ class RangeTest:
         learnt: whether any trial lowered the loss; if none did, `lr` and `damping` are those that were there.
         finds_rate: whether a rate was looked for; `QuadraticModel` and `LineSearch` find their own.
         before: `(lr, damping)` of the first param group.
+        read_again: whether the loader has fewer batches than a trial has steps, so that batches which judge a trial had
+            been trained on.
     """
 
     lr: float
@@ -36,6 +38,7 @@ class RangeTest:
     learnt: bool
     finds_rate: bool
     before: tuple[float, float]
+    read_again: bool = False
 
     def apply(self, optimizer: KFACOptimizer) -> None:
         """Give the optimizer the recommended rate and damping; param groups keep their ratios.
@@ -44,7 +47,8 @@ class RangeTest:
 
         Raises:
             TypeError: this is no `KFACOptimizer`.
-            RuntimeError: a scheduler of these numbers has been made already.
+            RuntimeError: a scheduler of these numbers has been made already, or was in the run of a checkpoint that was
+                loaded.
             ValueError: the rate of the first param group is not above 0, so that those of others have no ratio to it.
         """
         check_kind("what RangeTest.apply is given", optimizer, KFACOptimizer)
@@ -52,8 +56,10 @@ class RangeTest:
             bases = [group[f"initial_{name}"] for group in optimizer.param_groups if f"initial_{name}" in group]
             if bases:
                 raise RuntimeError(
-                    f"kfac_optim: RangeTest.apply was called after a scheduler of {name!r} was made, which would go on "
-                    f"from the old value, {float(bases[0]):g}. Call it before, and make the scheduler then."
+                    f"kfac_optim: RangeTest.apply was called after a scheduler of {name!r} was made, or a checkpoint "
+                    f"of a run that had one was loaded. Schedulers go on from the old value, {float(bases[0]):g}. Call "
+                    "apply before, and make the scheduler then. Where no scheduler is left, drop the old value: "
+                    f"for group in optimizer.param_groups: group.pop('initial_{name}', None)"
                 )
         first = optimizer.param_groups[0]
         if not float(first["lr"]) > 0:
@@ -77,14 +83,15 @@ class RangeTest:
             f"{len(self.records)} trials of {length} steps on the same batches: {self.steps} steps, and "
             f"{self.forwards} forwards more. Everything was put back."
         )
-        if not self.learnt:
-            return "\n".join(
-                [
-                    *lines,
-                    f"No trial lowered the loss, so lr {self.lr:g} and damping {self.damping:g} stay. Pass more steps, "
-                    "or look at the data and the loss.",
-                ]
+        if self.read_again:
+            lines.append(
+                "The loader has fewer batches than a trial has steps, so the trials had trained on data that they are "
+                "judged by: that favours high rates and little damping."
             )
+        if not self.learnt:
+            more = "Pass more steps, or look" if any(trial.gains for trial in self.records) else "Look"
+            stays = f"No trial lowered the loss, so lr {self.lr:g} and damping {self.damping:g} stay."
+            return "\n".join([*lines, f"{stays} {more} at the data and the loss."])
         return "\n".join([*lines, f"Recommended: {self._choice()}.", *self._reasons()])
 
     def _choice(self) -> str:

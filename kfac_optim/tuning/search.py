@@ -24,7 +24,8 @@ class Trial:
         damping: of the first param group.
         losses: of each batch before its step, in the loss's own unit.
         gains: by how much the losses of the last batches are lower than those of the untrained model on the same
-            batches; empty where the trial ended early, as a loss was not finite or had doubled.
+            batches; empty where the trial ended early, as a loss was not finite or above twice the largest that is
+            known of the untrained model: of the first batch and of the last ones.
     """
 
     lr: float

@@ -19,7 +19,7 @@ from kfac_optim.utils.hooks import PicklableHook
 
 LossOf = Callable[[Any], Tensor]
 
-_HOPELESS = 2.0  # times the first loss: it has doubled
+_HOPELESS = 2.0  # times the largest loss that is known of the untrained model: it has doubled
 
 
 class TrialSteps:
@@ -37,6 +37,7 @@ class TrialSteps:
     Attributes:
         steps: taken so far.
         forwards: further forwards, without backward.
+        read_again: whether the loader has fewer batches than a trial has steps.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TrialSteps:
         self._optimizer, self._loss_of, self._undo = optimizer, loss_of, undo
         self._advance = advance
         self._params = tuple({id(param): param for param in _params(optimizer)}.values())
-        self._batches = _read(loader, length)
+        self._batches, self.read_again = _read(loader, length)
         self._before = self._losses_now(self._batches[-held:])
 
     def run(self, lr: float, damping: float) -> Trial:
@@ -65,7 +66,10 @@ class TrialSteps:
                 losses.append(self._step(twin, batch))
                 self.steps += 1
                 self._advance()
-                if not losses[-1] <= losses[0] + (_HOPELESS - 1) * abs(losses[0]):  # a NaN is not
+                # Of batches that differ in difficulty the first may be an easy one.
+                known = losses[0], *self._before
+                limit = max(known) + (_HOPELESS - 1) * max(map(abs, known))
+                if not (math.isfinite(losses[-1]) and losses[-1] <= limit):
                     return Trial(lr, damping, tuple(losses), ())
         ends = losses[-len(self._before) :]
         gains = tuple(before - after for before, after in zip(self._before, ends, strict=True))
@@ -83,9 +87,12 @@ class TrialSteps:
         finally:
             self._optimizer._window = window
             twin.remove_hooks()
+            stop_listening(twin)
 
     def _step(self, twin: KFACOptimizer, batch: Any) -> float:
         def closure() -> Any:
+            # Where autocast is on around the whole test, torch keeps its casts of parameters that a step has changed.
+            torch.clear_autocast_cache()
             twin.zero_grad()
             for param in self._params:
                 param.grad = None
@@ -181,6 +188,13 @@ def take_hooks_off(modules: Iterable[nn.Module]) -> None:
                 del hooks[number]
 
 
+def stop_listening(optimizer: KFACOptimizer) -> None:
+    """Take off the parameters what a forward has put on them to hear of its backward; the next one puts it on again."""
+    for block in optimizer._binding.coverage.blocks:
+        block.check.reset()
+    optimizer._window.probe.end()
+
+
 def hooked(optimizer: KFACOptimizer, model: nn.Module) -> list[nn.Module]:
     """Return the modules that the optimizer has hooks on: those of the model, and the criterion that it was told."""
     estimate = optimizer._choices.estimate
@@ -214,12 +228,14 @@ def _twin(optimizer: KFACOptimizer, lr: float, damping: float) -> KFACOptimizer:
     with warnings.catch_warnings():  # they were given when the user's optimizer was built
         warnings.simplefilter("ignore")
         twin: KFACOptimizer = rebuild(kind, model, groups, numbers, choices, state, *rest)
+    twin._memory.silence()  # what it would say of the rate is not of the user's
     return twin
 
 
-def _read(loader: Iterable[Any], count: int) -> list[Any]:
-    """Return so many batches; the loader is begun again when it ends."""
+def _read(loader: Iterable[Any], count: int) -> tuple[list[Any], bool]:
+    """Return so many batches, and whether the loader was begun again for them when it ended."""
     batches: list[Any] = []
+    before = 0
     while len(batches) < count:
         before = len(batches)
         for batch in loader:
@@ -228,4 +244,4 @@ def _read(loader: Iterable[Any], count: int) -> list[Any]:
                 break
         if len(batches) == before:
             raise ValueError("kfac_optim: the loader that range_test was given yields no batch.")
-    return batches
+    return batches, before > 0

@@ -60,6 +60,7 @@ def everything_undone(
                     held_once(tensor).copy_(value)
                 if tensor.is_leaf:
                     tensor.grad = gradient
+        torch.clear_autocast_cache()  # of parameters as they were
         for put_back in states:
             put_back()
 

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import math
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,6 +155,26 @@ def test_the_ratio_of_a_network_is_that_of_its_dense_model(step_size: StepSize) 
         predicted = gradient @ moved + (flat @ moved).square().sum() / y.numel()
         actual = float(F.mse_loss(model(x), y).detach()) - old
         assert optimizer.metrics()["reduction_ratio"] == pytest.approx(actual / float(predicted), rel=1e-8)
+
+
+def test_under_autocast_around_the_step_the_loss_is_evaluated_where_the_step_has_led() -> None:
+    x, y = (each.float() for each in data())
+    cast, ratios = partial(torch.autocast, "cpu", dtype=torch.bfloat16), []
+    for around in (True, False):
+        model = network().float()
+        optimizer = build(model, LevenbergMarquardt(interval=1))
+
+        def closure(model: nn.Module = model, optimizer: KFACOptimizer = optimizer, around: bool = around) -> Tensor:
+            optimizer.zero_grad()
+            with nullcontext() if around else cast():
+                loss = F.mse_loss(model(x).float(), y)
+            loss.backward()
+            return loss.detach()
+
+        with cast() if around else nullcontext():
+            optimizer.step(closure)
+        ratios.append(optimizer.metrics()["reduction_ratio"])
+    assert ratios[0] == pytest.approx(ratios[1])
 
 
 def test_damping_is_adapted_once_in_an_interval() -> None:

@@ -5,9 +5,11 @@ import itertools
 import math
 import random
 import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +33,7 @@ from kfac_optim import (
     QuadraticModel,
     SampleSpace,
     SelectedUpdates,
+    TrustRegion,
 )
 from kfac_optim.tuning import RangeTest, Trial, range_test
 from kfac_optim.tuning.range_test import _RATES, _RATES_OF_ADAMW, _start
@@ -112,6 +115,35 @@ def test_an_optimizer_that_has_not_stepped_stays_without_state() -> None:
     assert not optimizer.state
     assert [{**group, "params": None} for group in optimizer.param_groups] == groups
     assert "damping" not in optimizer.metrics()
+
+
+def test_a_forward_with_gradients_before_it_changes_nothing_of_the_training() -> None:
+    """It has the optimizer wait for a backward; those of the trials are none of its own."""
+    runs = []
+    for tests in (True, False):
+        model = mlp(dtype=torch.float32)
+        optimizer = KFACOptimizer(model, lr=0.02, factor_update_period=2)
+        loss_with(model)(batches()[0])
+        if tests:
+            range_test(optimizer, batches(), loss_with(model), steps=FEW)
+        runs.append(train(model, optimizer, 4))
+    assert runs[0] == runs[1]
+
+
+def test_no_hooks_are_left_on_parameters() -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.02)
+    range_test(optimizer, batches(), loss_with(model), steps=FEW)
+    assert not any(param._backward_hooks or param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_casts_of_autocast_are_those_of_the_parameters_that_were_put_back() -> None:
+    model = mlp(dtype=torch.float32)
+    inputs, _ = batches()[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = model(inputs)
+        range_test(KFACOptimizer(model, lr=0.02), batches(), loss_with(model), steps=FEW)
+        assert torch.equal(model(inputs), wanted)
 
 
 def test_a_sparse_buffer_is_left_alone() -> None:
@@ -322,14 +354,56 @@ def test_a_progress_bar_is_told_of_each_step() -> None:
     assert len(told) == result.steps > 0
 
 
-@pytest.mark.parametrize(("second", "ended"), [(1.9, False), (2.1, True)])
-def test_a_trial_ends_where_the_loss_has_doubled(second: float, ended: bool) -> None:
+@pytest.mark.parametrize(("then", "ended"), [(1.9, False), (2.1, True), (math.inf, True)])
+def test_a_trial_ends_where_a_step_has_doubled_the_loss(then: float, ended: bool) -> None:
+    model = nn.Linear(4, 1)
+    begun = model.weight.detach().clone()
+
+    def loss_of(batch: Tensor) -> Tensor:
+        found = model(batch).sum()
+        return found - found.detach() + (1.0 if torch.equal(model.weight, begun) else then)
+
+    result = range_test(KFACOptimizer(model), [batches()[0][0]], loss_of, steps=FEW)
+    assert result.records[0].losses == pytest.approx([1.0, then] if ended else [1.0, *7 * [then]])
+
+
+@pytest.mark.parametrize("losses", [(1.0, 2.1), (-0.01, 0.3)], ids=str)
+def test_batches_that_differ_in_difficulty_end_no_trial(losses: tuple[float, ...]) -> None:
     model = network()
-    losses = [(Tensor([1.0]), Tensor([0.0])), (Tensor([second]), Tensor([0.0]))]
-    result = range_test(
-        KFACOptimizer(model), losses, lambda batch: batch[0] + 0 * model(batches()[0][0]).sum(), steps=FEW
-    )
-    assert result.records[0].losses == pytest.approx([1.0, second] if ended else [1.0, second] * 4)
+    result = range_test(KFACOptimizer(model), losses, lambda batch: batch + 0 * model(batches()[0][0]).sum(), steps=FEW)
+    assert result.records[0].losses == pytest.approx([*losses] * 4)
+
+
+def test_autocast_around_it_is_as_autocast_within_the_loss() -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer, cast = KFACOptimizer(model, lr=0.02), partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+    def loss_of(batch: Batch) -> Tensor:
+        with cast():
+            return loss_with(model)(batch)
+
+    within = range_test(optimizer, batches(), loss_of, steps=FEW)
+    with cast():
+        around = range_test(optimizer, batches(), loss_with(model), steps=FEW)
+    assert around.records == within.records
+
+
+def test_trials_do_not_warn_of_rates_that_the_user_has_not_set() -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-9, step_size=TrustRegion())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, 200)
+        range_test(optimizer, batches(), loss_with(model), steps=FEW)
+    (warned,) = (str(each.message) for each in caught)  # by the training
+    assert "made nearly all of the last hundred steps shorter" in warned
+
+
+@pytest.mark.parametrize(("count", "read_again"), [(7, True), (8, False)])
+def test_a_loader_of_fewer_batches_than_a_trial_has_steps_is_told_of(count: int, read_again: bool) -> None:
+    model = network()
+    result = range_test(KFACOptimizer(model), batches(count), loss_with(model), steps=FEW)
+    assert result.read_again == read_again
 
 
 def test_param_groups_keep_their_ratios() -> None:
@@ -520,8 +594,11 @@ def test_the_text_says_what_was_tried_and_how_sure_it_is() -> None:
         ({"rates": (0.1, 0.1)}, "Of the rates tried, 0.1 did better than those beside it."),
         ({"damping": 0.001}, "Damping 0.01 did not do much better."),
         ({"records": RESULT.records[:3]}, "Damping was left as it is."),
+        ({"read_again": True}, "The loader has fewer batches than a trial has steps"),
+        ({"learnt": False}, "stay. Pass more steps, or look at the data and the loss."),
+        ({"learnt": False, "records": RESULT.records[2:3]}, "stay. Look at the data and the loss."),
     ],
-    ids=["no rate", "one rate", "other damping", "one damping"],
+    ids=["no rate", "one rate", "other damping", "one damping", "loader", "nothing", "all ended"],
 )
 def test_the_text_gives_the_reason_of_each_choice(changes: dict[str, Any], words: str) -> None:
     assert words in str(replace(RESULT, **changes))
@@ -547,6 +624,19 @@ def test_a_recommendation_is_not_applied_behind_the_back_of_a_scheduler(key: str
         HyperparameterScheduler(optimizer, key, lambda _: 1.0)
     with pytest.raises(RuntimeError, match=f"after a scheduler of '{key}' was made"):
         RESULT.apply(optimizer)
+
+
+def test_the_base_value_of_a_scheduler_that_a_checkpoint_has_brought_is_dropped_as_told() -> None:
+    model = network()
+    old = KFACOptimizer(model, lr=0.5)
+    torch.optim.lr_scheduler.StepLR(old, 1)
+    optimizer = KFACOptimizer(model, lr=0.02)
+    optimizer.load_state_dict(old.state_dict())
+    with pytest.raises(RuntimeError, match="a checkpoint of a run that had one was loaded") as refusal:
+        RESULT.apply(optimizer)
+    exec(str(refusal.value).partition("drop the old value: ")[2], {"optimizer": optimizer})
+    RESULT.apply(optimizer)
+    assert torch.optim.lr_scheduler.StepLR(optimizer, 1).base_lrs == pytest.approx([RESULT.lr])
 
 
 def test_a_recommendation_is_not_applied_to_a_rate_of_zero() -> None:
