@@ -1,6 +1,6 @@
 """Finding what tensors were computed from, by walking through their graph: calls of layers, forwards of the model."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -58,6 +58,22 @@ def output_behind(tensor: Tensor) -> list[object]:
             return said
         node, number = node.next_functions[number if passed_on else 0]
     return []
+
+
+def depend_on(tensors: Iterable[Tensor], leaves: Collection[Tensor]) -> bool:
+    """Return whether some tensors are among these leaves, or were computed from any of them."""
+    known, given = set(leaves), set(tensors)
+    found = not known.isdisjoint(given)
+    waiting = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting and not found:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        found = isinstance(leaf, Tensor) and leaf in known
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        waiting.extend(following)
+    return found
 
 
 def _notes(node: Node) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from kfac_optim.capture.loss_terms import RootCall
 class ForwardKeeper(Protocol):
     """Keeps forwards of the model, so that they can be run again."""
 
-    def begin(self, model: nn.Module) -> None:
-        """Note that the outermost forward begins."""
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that the outermost forward begins; `kwargs` is None where they are not known before it ends."""
 
-    def end(self, root: RootCall, model: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def end(self, root: RootCall, kwargs: Any, out: Any) -> None:
         """Note that the forward has ended; `out` is None if it failed."""
 
     def note_term(self, term: Any, outputs: tuple[Tensor, ...]) -> None:

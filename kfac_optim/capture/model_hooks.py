@@ -40,7 +40,7 @@ def watch_root(window: CaptureWindow, model: nn.Module, args_under_way: tuple[An
         model.register_forward_hook(PicklableHook(hooks.leave), with_kwargs=True, always_call=True),
     )
     if args_under_way is not None:
-        hooks.enter(model, args_under_way, {})
+        hooks.enter(model, args_under_way, None)
         window.catch_up(model, args_under_way)
     return handle
 
@@ -167,7 +167,7 @@ class _RootHooks:
         self._window = weakref.ref(window)
         self._number = id(model)
 
-    def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any] | None) -> None:
         window = self._window()
         if window is not None and torch.compiler.is_compiling():
             if window.captures():
@@ -183,7 +183,7 @@ class _RootHooks:
                 if not window.idle and _is_differentiated((args, kwargs)):
                     window.listener.expect_derivatives()
                 if window.recorder is not None:
-                    window.recorder.begin(model)
+                    window.recorder.begin(model, args, kwargs)
             transformed = in_function_transform()
             window.roots.enter(id(model), is_mapped=transformed and any(map(is_mapped, _tensors((args, kwargs)))))
 
@@ -198,7 +198,7 @@ class _RootHooks:
         if not window.roots.is_under_way():
             window.end_forward()
             if window.recorder is not None:
-                window.recorder.end(root, model, args, kwargs, output)
+                window.recorder.end(root, kwargs, output)
             if window.estimate is not None:
                 window.estimate(root, window.roots.take_expected(), output)
                 window.await_sum(root, output)

@@ -31,6 +31,7 @@ from kfac_optim.fisher.likelihoods import (
 )
 from kfac_optim.utils.autograd import in_function_transform, on_gradient, on_gradient_first
 from kfac_optim.utils.hooks import PicklableHook
+from kfac_optim.utils.sharded_params import is_sharded
 from kfac_optim.utils.warning import warn
 
 Passes = Callable[[Likelihood, Outputs, torch.Generator], Iterator[Vectors]]
@@ -83,10 +84,13 @@ class CriterionTerms:
             return
         if not all(output.requires_grad and output.grad_fn is not None for output in outputs):
             return
+        counts = _counts(criterion, outputs, target)
         divisor: float | Tensor = 1.0
         if self._likelihood.mean:
-            divisor = _terms(criterion, outputs, target)
-        self.observe(outputs, self._of_criterion(outputs), divisor, loss)
+            divisor = _terms(criterion, outputs) if counts is None else counts.sum().clamp(min=1)
+        # Logits in shards may go with targets that are whole; what counts is then seen by gradients alone.
+        counts = None if is_sharded(outputs[0]) else counts
+        self.observe(outputs, self._of_criterion(outputs), divisor, loss, counts)
 
     def _warn_of_target(self, _: Tensor) -> None:
         """Say once, as a backward comes through the loss, that its target depends on what is trained."""
@@ -147,7 +151,14 @@ class CriterionTerms:
             )
         self.observe(outputs, likelihood, float(likelihood.terms(outputs)), weight * scale)
 
-    def observe(self, outputs: Outputs, likelihood: Likelihood, divisor: float | Tensor, loss: Tensor | float) -> None:
+    def observe(
+        self,
+        outputs: Outputs,
+        likelihood: Likelihood,
+        divisor: float | Tensor,
+        loss: Tensor | float,
+        counts: Tensor | None = None,
+    ) -> None:
         """Note a term of the loss.
 
         Args:
@@ -155,6 +166,7 @@ class CriterionTerms:
             likelihood: of them.
             divisor: as of `CriterionTerm`.
             loss: whose gradient weighs the term; or a number that does.
+            counts: as of `CriterionTerm`.
         """
         window = self._window()
         if self._read_again is not None:
@@ -174,7 +186,8 @@ class CriterionTerms:
             seen = tuple(_with_batch(output, calls) for output in seen)
         examples = 1 if seen[0].dim() < 2 else len(seen[0])
         kept = seen if self.remembers else ()
-        term = CriterionTerm(likelihood, window.tally.criterion.next_number(), examples, kept, divisor)
+        number = window.tally.criterion.next_number()
+        term = CriterionTerm(likelihood, number, examples, kept, divisor, counts=counts)
         if self.remembers and measures:
             window.tally.criterion.terms[-1] = term
         if isinstance(loss, Tensor):
@@ -295,13 +308,18 @@ def _read(criterion: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return tuple(output for output in outputs if isinstance(output, Tensor)), named.get("target")
 
 
-def _terms(criterion: nn.Module, outputs: Outputs, target: Any) -> float | Tensor:
-    """Return what a criterion with the reduction "mean" divides the sum of its terms by."""
-    if not isinstance(criterion, nn.CrossEntropyLoss):
-        return outputs[0].numel()
+def _counts(criterion: nn.Module, outputs: Outputs, target: Any) -> Tensor | None:
+    """Return which terms count by their targets, with the dimension of the classes; None where targets do not tell."""
+    if not isinstance(criterion, nn.CrossEntropyLoss) or not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    return (target != criterion.ignore_index).unsqueeze(1 if outputs[0].dim() > 1 else 0)
+
+
+def _terms(criterion: nn.Module, outputs: Outputs) -> float:
+    """Return what a criterion with the reduction "mean" divides the sum of its terms by, if all of them count."""
     logits = outputs[0]
-    if isinstance(target, Tensor) and not target.is_floating_point():
-        return (target != criterion.ignore_index).sum().clamp(min=1)
+    if not isinstance(criterion, nn.CrossEntropyLoss):
+        return logits.numel()
     return logits.numel() / max(1, logits.shape[1 if logits.dim() > 1 else 0])
 
 

@@ -30,6 +30,7 @@ class CriterionTerm:
             going to be asked for.
         divisor: `M_c`: terms that the criterion takes the mean of; 1 where it sums.
         factor: `f_c` `[]`, once the backward has come to the call's output; its negative where the steps ascend.
+        counts: which terms count by their targets, shaped as `Likelihood.used` has it; None where all do.
     """
 
     likelihood: Likelihood
@@ -38,6 +39,12 @@ class CriterionTerm:
     outputs: Outputs
     divisor: float | Tensor
     factor: Tensor | None = None
+    counts: Tensor | None = None
+
+    def used(self, gradient: Tensor) -> Tensor:
+        """Return which terms the loss used, by its gradient at what the criterion reads, which others may read too."""
+        used = self.likelihood.used(gradient)
+        return used if self.counts is None else used & self.counts
 
     def regroup(self, outputs: Outputs, examples: int) -> Outputs:
         """Take the rows of what the criterion reads for so many examples, several for each; return `outputs` so."""

@@ -118,7 +118,7 @@ class ExtraBackward:
             return
         if self._drawn is None:
             self._drawn = self.seed()
-        used = self.likelihood.used(gradient)
+        used = self.likelihood.used(gradient) if self.term is None else self.term.used(gradient)
         shape = gradient.shape
 
         def weighed(vectors: Vectors) -> Tensor | None:

@@ -3,8 +3,9 @@
 Run again means with the same inputs, the same random numbers and copies of the buffers: dropout draws the mask it drew
 in training, and no running mean moves. What is asked of the loss is its likelihood alone; its targets are not kept.
 
-That is for losses that read the output of the model. What a criterion reads that is none, such as a residual that holds
-derivatives of the model, is differentiated where it stands (`term_curvature.py`).
+That is for losses that read the whole output of a model, and of a forward in which the model's own weights are all that
+is trained: its inputs are data. What else a criterion reads, such as a residual that holds derivatives of the model, or
+what a second model makes of the output of a first, is differentiated where it stands (`term_curvature.py`).
 """
 
 import warnings
@@ -17,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from kfac_optim.capture.graph_walk import mark_output, output_behind
+from kfac_optim.capture.graph_walk import depend_on, mark_output, output_behind
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criterion_term import CriterionTerm
-from kfac_optim.fisher.likelihoods import Categorical, Likelihood, Outputs
+from kfac_optim.fisher.likelihoods import Likelihood, Outputs
 from kfac_optim.fisher.term_curvature import TermCurvature
-from kfac_optim.utils.autograd import on_gradient, reaches
+from kfac_optim.utils.autograd import on_gradient, reaches, version
 from kfac_optim.utils.dynamo import uncompiled
 from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.random_state import RandomState, random_state
@@ -40,26 +41,54 @@ class KeptForward:
 
     Attributes:
         model: that was called, without its wrappers' hooks.
-        args: it was called with, as `kwargs`; held, not copied.
+        args: it was called with, as `kwargs`, before its own hooks changed them; held, not copied.
         random: the generators when it began.
         outputs_of: takes what the loss reads from what the model returns.
-        reading: of the outputs, as `_reading` tells it.
+        reading: of the outputs, as `_reading` tells it, once they are there.
         used: which terms the loss used, for each of the outputs that a backward came to.
         readers: calls of the criterion that read the outputs and nothing else.
+        counts: which terms count by their targets, as of `CriterionTerm`.
+        is_of_data: whether neither its inputs nor the weights it ran on were computed from what is trained.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any] | None
     random: RandomState
     outputs_of: Callable[[Any], Outputs]
-    reading: tuple[Any, ...]
+    reading: tuple[Any, ...] = ()
     used: dict[int, Tensor] = field(default_factory=dict)
     readers: list[CriterionTerm] = field(default_factory=list)
+    counts: Tensor | None = None
+    is_of_data: bool = True
+    _versions: list[tuple[Tensor, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._versions = [(each, version(each)) for each in self.inputs()]
 
     def inputs(self) -> list[Tensor]:
         """Return every tensor that the forward was called with."""
-        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def check_inputs(self) -> None:
+        """Raise RuntimeError where an input was changed in place since the forward began."""
+        for each, before in self._versions:
+            if version(each) != before:
+                raise RuntimeError(
+                    f"kfac_optim: the curvature along a step is asked of {type(self.model).__name__}, whose forward is "
+                    f"run again for it, and an input of shape {list(each.shape)} was changed in place since that "
+                    "forward began. In the model's forward write x = x - mean for x.sub_(mean); in the training loop "
+                    "change it after step()."
+                )
+
+    def counted(self, place: int) -> Tensor:
+        """Return which terms of an output count: the loss has used them, and their targets are not ignored."""
+        used = self.used[place]
+        if self.counts is None:
+            return used
+        # The criterion may have read positions in another order. There, what the whole loss has used is what is known.
+        counts = self.counts.reshape(used.shape).to(used.device)
+        return torch.where((used | ~counts).all(), used & counts, used)
 
     def push_forward(self, params: Tangents, tangents: Tangents) -> tuple[Outputs, Outputs]:
         """Return the outputs at `params`, and their derivative along `tangents`.
@@ -73,8 +102,9 @@ class KeptForward:
             # Copies made in here may be changed in place, as running means are.
             buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             state = {**buffers, **still, **moving}
-            return self.outputs_of(torch.func.functional_call(self.model, state, self.args, dict(self.kwargs)))
+            return self.outputs_of(torch.func.functional_call(self.model, state, args, kwargs))
 
+        args, kwargs = self._as_wide_as_weights()
         moving = {name: params[name] for name in tangents}
         # Where torch.compile comes to torch.func.jvp it gives up the frame around that for good, and all modules of
         # torch.nn are called in one and the same frame.
@@ -86,10 +116,22 @@ class KeptForward:
                     f"kfac_optim: the curvature along a step is asked of {type(self.model).__name__} by torch.func.jvp,"
                     f" which failed: {error} Some fused functions (cuDNN's recurrent layers) and autograd.Functions "
                     "have no forward-mode derivative: write them out. Nor have some layers in channels_last, as "
-                    "nn.GroupNorm: call model.to(memory_format=torch.contiguous_format) and pass such inputs. Else do "
-                    "without QuadraticModel and LevenbergMarquardt."
+                    "nn.GroupNorm: call model.to(memory_format=torch.contiguous_format) and pass such inputs. Autocast "
+                    "is off in it: where one dtype meets weights of another, cast it in the forward. Else do without "
+                    "QuadraticModel and LevenbergMarquardt."
                 ) from error
         return outputs, pushed
+
+    def _as_wide_as_weights(self) -> tuple[Any, Any]:
+        """Return `args` and `kwargs` for a forward without autocast, which may have been what narrowed them."""
+        dtypes = [weight.dtype for weight in self.model.parameters() if weight.is_floating_point()]
+        narrowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.bfloat16)
+
+        def widened(leaf: Any) -> Any:
+            is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.to(narrowest) if is_number and leaf.dtype.itemsize < narrowest.itemsize else leaf
+
+        return tree_map(widened, self.args), tree_map(widened, self.kwargs)
 
 
 class ForwardRecorder:
@@ -127,34 +169,42 @@ class ForwardRecorder:
         self._likelihood = likelihood
         self._outputs_of = outputs_of
         self._terms = terms
-        self._begun: RandomState | None = None
+        self._begun: KeptForward | None = None
 
-    def begin(self, model: nn.Module) -> None:
-        """Note that a forward of the model begins."""
-        self._begun = random_state(model.parameters()) if torch.is_grad_enabled() else None
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Note that a forward of the model begins; None are keyword arguments that are not known before it ends."""
+        self._begun = None
+        if torch.is_grad_enabled():
+            self._begun = KeptForward(model, args, kwargs, random_state(model.parameters()), self._outputs_of)
 
-    def end(self, root: RootCall, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def end(self, root: RootCall, kwargs: dict[str, Any], out: Any) -> None:
         """Note that the forward has ended; it has failed if there is no output."""
-        random, self._begun = self._begun, None
-        if random is None or out is None:
+        forward, self._begun = self._begun, None
+        if forward is None or out is None:
             return
         outputs = self._outputs_of(out)
         if len(outputs) != self._likelihood.outputs or not all(output.requires_grad for output in outputs):
             return
-        forward = KeptForward(model, args, kwargs, random, self._outputs_of, _reading(self._likelihood, outputs))
+        forward.kwargs = kwargs if forward.kwargs is None else forward.kwargs
+        forward.reading = _reading(self._likelihood, outputs)
+        # `torch.func.functional_call` runs the model on other weights, which stand in its place for parameters here.
+        given = [each for each in forward.inputs() if each.requires_grad]
+        given += [weight for weight in forward.model.parameters() if weight.grad_fn is not None]
+        forward.is_of_data = not depend_on(given, self._params() or ())
         terms = self._terms(outputs)
         self._made.add(forward)
         for place, output in enumerate(outputs):
-            mark_output(output, forward)
+            mark_output(output, (forward, place))
             on_gradient(output, weakly(self.arrive, forward, root, terms, place))
 
     def note_term(self, term: CriterionTerm, outputs: Outputs) -> None:
         """Note that a criterion has read `outputs`."""
         forward = self._forward_of(outputs)
-        if forward is not None and forward.reading != _reading(term.likelihood, outputs):
-            forward = None
         if forward is not None:
-            forward.readers.append(term)
+            if forward.is_of_data and forward.reading == _reading(term.likelihood, outputs):
+                forward.readers.append(term)
+            else:
+                forward = None
         window = self._window()
         if window is not None:
             window.probe.listen()  # what criteria weigh their terms by holds the loss scale
@@ -164,13 +214,9 @@ class ForwardRecorder:
 
     def _forward_of(self, outputs: Outputs) -> KeptForward | None:
         """Return the forward whose outputs these are, and all that its loss would read; None where they are not."""
-        found: set[KeptForward] = set()
-        for output in outputs:
-            forwards = [each for each in output_behind(output) if isinstance(each, KeptForward) and each in self._made]
-            if len(forwards) != 1:
-                return None
-            found.update(forwards)
-        return found.pop() if len(found) == 1 else None
+        said = [set(output_behind(output)) for output in outputs]
+        found = [each for each in self._made if all((each, place) in marks for place, marks in enumerate(said))]
+        return found[0] if len(found) == 1 else None
 
     def drop(self) -> None:
         """Drop the forwards: the gradients through them were thrown away, or used."""
@@ -201,6 +247,7 @@ class ForwardRecorder:
         self.is_hooked = True
         if forward is not None and (len(forward.readers) == 1 or self.again.get(forward) is known.term):
             self.again[forward] = known.term  # also if the criterion reads the outputs once more from now on
+            forward.counts = known.term.counts
             return
         window.aside = True
         try:
@@ -249,7 +296,7 @@ def gauss_newton(
             curved = likelihood.curved(outputs, left)
             for j in range(i + 1):
                 products = (
-                    (u * hv * forward.used[place].to(u.dtype)).sum(dtype=forms.dtype).to(device)
+                    (u * hv * forward.counted(place).to(u.dtype)).sum(dtype=forms.dtype).to(device)
                     for place, (u, hv) in enumerate(zip(pushed[j][1], curved, strict=True))
                     if place in forward.used
                 )
@@ -260,10 +307,10 @@ def gauss_newton(
 def _reading(likelihood: Likelihood, outputs: Outputs) -> tuple[Any, ...]:
     """Return what is the same wherever a loss reads the same of some outputs, in whatever order and shape.
 
-    Of a likelihood with a term for each element it may read a part of them. A softmax goes over all classes.
+    Who reads a part of them has another number: which terms are used is seen at the outputs as a whole, where what
+    others read counts as well.
     """
-    kind = type(likelihood)
-    return (kind, outputs[0].numel(), likelihood.terms(outputs)) if isinstance(likelihood, Categorical) else (kind,)
+    return type(likelihood), likelihood.terms(outputs), *(output.numel() for output in outputs)
 
 
 def widest_dtype(params: Iterable[Tensor]) -> torch.dtype:

@@ -247,7 +247,8 @@ class GaussianWithVariance(_GaussianOfTwo):
         if mean.shape != variance.shape:
             raise ValueError(
                 f"kfac_optim: GaussianNLLLoss needs a variance for each mean, got {list(variance.shape)} for "
-                f"{list(mean.shape)}. Pass var.expand_as(input) to the criterion."
+                f"{list(mean.shape)}. Pass a variance of input's shape to the criterion: var.expand_as(input), or "
+                "var.unsqueeze(-1).expand_as(input) where var has one number for each row."
             )
         bounded = variance.clamp(min=self.eps)
         return bounded.rsqrt(), 1 / (2**0.5 * bounded)

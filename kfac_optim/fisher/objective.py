@@ -42,11 +42,14 @@ class Objective:
         if self._recorder.read and not before_step:
             raise RuntimeError(
                 "kfac_optim: LevenbergMarquardt is asked to judge a step of a loss whose criterion reads something "
-                "else than the output of the model, and only a step size that knows the curvature there can tell what "
-                f"was to be expected of the step. Pass step_size=QuadraticModel() as well. {OF_COMPILED}"
+                "else than the whole output of a model that was called with data, and only a step size that knows the "
+                "curvature there can tell what was to be expected of the step. Pass step_size=QuadraticModel() as "
+                f"well. {OF_COMPILED}"
             )
         if not self.is_hooked:
             self._names(params)
+        for forward in self._recorder.again if self.is_hooked else self._recorder.kept:
+            forward.check_inputs()
 
     def curvature(
         self, at: Mapping[nn.Parameter, Tensor], directions: Sequence[Mapping[nn.Parameter, Tensor]], count: LossCount
@@ -103,5 +106,12 @@ class Objective:
             raise RuntimeError(
                 "kfac_optim: the curvature of the loss is asked for, but the trained parameters belong to more than "
                 f"one model, or not to {type(kept[0].model).__name__}. Put them into one nn.Module and call that."
+            )
+        if not all(each.is_of_data for each in kept):
+            raise RuntimeError(
+                f"kfac_optim: the curvature of the loss is asked for, but {type(kept[0].model).__name__} was called "
+                "with something that was computed from the trained parameters, such as its own output, or ran on "
+                "weights that were. Name the loss by its criterion, estimate=MonteCarlo(nn.MSELoss()), and call that "
+                "very object in the training loop: the curvature is then taken at what it reads."
             )
         return found

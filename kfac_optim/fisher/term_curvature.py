@@ -85,7 +85,7 @@ class TermCurvature:
             gradient: of the loss with respect to it.
             params: with respect to which it is differentiated.
         """
-        used, before = self.term.likelihood.used(gradient), self._used.get(place)
+        used, before = self.term.used(gradient), self._used.get(place)
         self._used[place] = used if before is None else used | before
         if place not in self._pulled:
             generator = torch.Generator(gradient.device).manual_seed(0)

@@ -173,7 +173,8 @@ class Judge:
                 raise RuntimeError(
                     "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
                     "the loss, and the model was called with other inputs than the first time. Draw the batch before "
-                    "step(), outside the closure. The step has been taken back."
+                    "step(), outside the closure; or do without it, if inputs are computed from the parameters and "
+                    "detached. The step has been taken back."
                 )
             return float(loss)
         except BaseException:
@@ -210,10 +211,15 @@ class Judge:
 def _same_inputs(before: Sequence[KeptForward], after: Sequence[KeptForward]) -> bool:
     if len(before) != len(after):
         return False
-    pairs = [(one.inputs(), other.inputs()) for one, other in zip(before, after, strict=True)]
+    pairs = [(_data(one), _data(other)) for one, other in zip(before, after, strict=True)]
     return all(
         len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right, strict=True)) for left, right in pairs
     )
+
+
+def _data(forward: KeptForward) -> list[Tensor]:
+    """Return the inputs of a forward that the step has not moved, as it does what has a graph."""
+    return [each for each in forward.inputs() if each.grad_fn is None]
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kfac_optim.taylor.channels import (
+    COMPLEX,
     Channels,
     argument_names,
     map_channels,
@@ -74,7 +75,7 @@ _BILINEAR = {"matmul": torch.matmul, "__matmul__": torch.matmul, "mm": torch.mat
 # The classes of what TorchScript makes of functions and methods.
 _SCRIPTED = ("ScriptMethod", "ScriptFunction")
 
-_VIEWS = ("T", "mT", "H", "mH")
+_VIEWS = ("T", "mT", "H", "mH", "real")
 
 
 class NotCarriedError(NotImplementedError):
@@ -133,6 +134,8 @@ class Carried(Tensor):
         if func is F.linear and args and isinstance(args[0], Channels) and not _holds_channels((args[1:], kwargs)):
             return _through_weight(*args, **kwargs)
         made = _carry(func, args, kwargs)
+        if isinstance(made, Channels) and made.value.is_complex():
+            raise _refusal(func, COMPLEX)
         return map_channels(cls.of, made)
 
 
@@ -168,7 +171,7 @@ def channels_of(leaf: Any) -> Any:
 
 
 def _read_attribute(func: Function, z: Channels) -> Any:
-    """Return an attribute: a transpose has derivatives of its own, others are those of the value."""
+    """Return an attribute: a transpose and the real part have derivatives, others are those of the value."""
     for name in _VIEWS:
         if func == getattr(Tensor, name).__get__:
             return Carried.of(through_linear(getattr, (z, name), {}))
@@ -190,7 +193,10 @@ def _carry(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if name in _LINEAR:
         # Derivatives do not lie in memory as the value does, so that there may be no view of them.
         copies = name in _COPIES and not any(isinstance(arg, torch.dtype) for arg in args)
-        return through_linear(_COPIES[name] if copies else func, args, kwargs)
+        try:
+            return through_linear(_COPIES[name] if copies else func, args, kwargs)
+        except NotImplementedError as error:
+            raise _refusal(func, str(error)) from error
     return _in_general(func, args, kwargs)
 
 
@@ -257,7 +263,7 @@ def _in_general(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     tensors = [leaf for leaf in tree_leaves(on_values) if isinstance(leaf, Tensor)]
     name = func.__name__
     if any(tensor.is_complex() for tensor in tensors):
-        raise _refusal(func, "its result is complex")
+        raise _refusal(func, COMPLEX)
     if not any(tensor.is_floating_point() for tensor in tensors):
         return on_values  # a size, a comparison, a decision
     if name in _RANDOM and _is_training(func, args, kwargs):

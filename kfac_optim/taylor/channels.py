@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 Function = Callable[..., Any]
 
+COMPLEX = "its result is complex"
+
 
 class Channels(NamedTuple):
     """Holds a tensor `z(x)` of one model, with its derivatives by the inputs `x` of each example."""
@@ -199,6 +201,9 @@ def through_linear(function: Function, args: Any, kwargs: Any) -> Any:
 
     Returns:
         `Channels`, or what has them inside where the function gives several tensors.
+
+    Raises:
+        NotImplementedError: the result is complex.
     """
     return _along(function, args, kwargs, is_linear=True)
 
@@ -235,6 +240,8 @@ def _along(function: Function, args: Any, kwargs: Any, *, is_linear: bool) -> An
 
     values, firsts, seconds = (tuple(part) for part in list(zip(*carried, strict=True))[:3])
     outputs, out_structure = tree_flatten(call(*values))
+    if any(isinstance(each, Tensor) and each.is_complex() for each in outputs):
+        raise NotImplementedError(COMPLEX)
     real = [index for index, each in enumerate(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
 
     def slope(*along: Tensor) -> list[Tensor]:

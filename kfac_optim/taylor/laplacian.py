@@ -40,8 +40,8 @@ def laplacian(
     The forward may hold whatever torch can differentiate often enough: modules, activations, sums, products, features
     such as `torch.sin(2 * x)`, `cat`, indexing, layer norms. Each example has to be treated by itself. Refused are
     functions that change a tensor in place, draw random numbers (dropout in training) or mix the examples of a batch
-    (batch norm in training), custom autograd functions, compiled and scripted modules; a scripted function makes all
-    derivatives NaN.
+    (batch norm in training), complex numbers, custom autograd functions, compiled and scripted modules; a scripted
+    function makes all derivatives NaN.
     A forward of several arguments is called by a function: `laplacian(lambda z: model(z[:, :1], z[:, 1:]), z)`.
 
     Args:

@@ -129,6 +129,19 @@ def test_terms_that_are_stated_leave_what_the_criterion_itself_weighs_them_by() 
     assert_same(factors(8), factors(None))
 
 
+def test_ignored_targets_count_nowhere_where_another_term_reads_the_same_logits() -> None:
+    def factors(weight: float) -> Any:
+        criterion, model = nn.CrossEntropyLoss(), mlp()
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+        logits = model(batch())
+        classes = torch.tensor([0, 1, -100, -100, -100, -100, 2, -100])
+        (criterion(logits, classes) + weight * logits.logsumexp(1).square().mean()).backward()
+        optimizer.step()
+        return optimizer.factors()["2"][1]
+
+    assert_same(factors(1e-12), factors(0.0))
+
+
 def test_a_criterion_that_is_only_logged_changes_nothing() -> None:
     def factors(logs: bool) -> Any:
         criterion, model, x = nn.MSELoss(), mlp(), batch()

@@ -299,6 +299,54 @@ def test_a_layer_that_has_such_a_derivative_in_contiguous_memory_alone_is_told_o
     optimizer.step()
 
 
+def test_half_precision_inputs_of_a_forward_under_autocast_are_those_of_the_forward_that_is_run_again() -> None:
+    model, x = mlp().float(), inputs(6, 3).bfloat16()
+    matrix = dense(model, nn.CrossEntropyLoss(), {}, lambda m, c: c(m(x.float()), labels(6, 4))) / 6
+    optimizer, objective = observed(model, nn.CrossEntropyLoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), labels(6, 4))
+    loss.backward()
+    [way] = [{param: part.float() for param, part in each.items()} for each in directions(model, 1)]
+    form = objective.curvature({p: p.detach() for p in way}, [way], optimizer._window.close())
+    flat = torch.cat([part.flatten() for part in way.values()])
+    torch.testing.assert_close(form.squeeze(), flat @ matrix @ flat, rtol=1e-5, atol=0)
+
+
+def test_hooks_that_change_the_inputs_of_the_model_run_once() -> None:
+    model = mlp()
+    matrix = dense(model, nn.CrossEntropyLoss(), {}, lambda m, c: c(m(inputs(6, 3) * 3), labels(6, 4))) / 6
+    model.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+    optimizer, objective = observed(model, nn.CrossEntropyLoss())
+    cross_entropy(model, nn.CrossEntropyLoss()).backward()
+    [way] = directions(model, 1)
+    form = objective.curvature({p: p.detach() for p in way}, [way], optimizer._window.close())
+    flat = torch.cat([part.flatten() for part in way.values()])
+    torch.testing.assert_close(form.squeeze(), flat @ matrix @ flat, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("by_criterion", [True, False])
+def test_a_model_that_changes_its_input_in_place_is_refused_and_not_run_again(by_criterion: bool) -> None:
+    class Centred(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.sub_(1.0))
+
+    model, criterion, x = Centred(3, 4), nn.CrossEntropyLoss(), inputs(6, 3)
+    optimizer, _ = observed(model, criterion)
+    (criterion if by_criterion else nn.CrossEntropyLoss())(model(x), labels(6, 4)).backward()
+    before = [each.detach().clone() for each in (x, *model.parameters())]
+    with pytest.raises(RuntimeError, match=r"asked of Centred.*shape \[6, 3\] was changed in place.*x = x - mean"):
+        optimizer.step()
+    assert all(map(torch.equal, before, (x, *model.parameters())))
+
+
+def test_a_model_on_its_own_output_is_refused_where_no_criterion_tells_what_is_read() -> None:
+    model = mlp(3)
+    optimizer, _ = observed(model, nn.MSELoss())
+    F.mse_loss(model(model(inputs(6, 3))), inputs(6, 3)).backward()
+    with pytest.raises(RuntimeError, match=r"Sequential was called with something.*call that very object"):
+        optimizer.step()
+
+
 def test_without_a_forward_of_the_model_the_curvature_is_refused_before_anything_changes() -> None:
     model = mlp()
     optimizer = KFACOptimizer(model, lr=1.0, estimate=MonteCarlo(nn.CrossEntropyLoss()), step_size=QuadraticModel())

@@ -229,6 +229,119 @@ def test_what_is_observed_has_its_own_curvature_and_not_that_of_the_named_loss()
     assert_same(optimizer._objective.curvature(at, ways, optimizer._window.close()), expected, rtol=1e-11)
 
 
+class Whole(nn.Module):
+    """Is one module that computes what a function computes of two."""
+
+    def __init__(self, run: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.run, self.parts = run, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(*self.parts, x)
+
+
+RUNS: dict[str, Callable[..., Tensor]] = {
+    "two in a row": lambda first, second, x: second(first(x)),
+    "one on its own output": lambda first, _, x: first(first(x)),
+    "one on weights computed from its own": lambda first, _, x: functional_call(
+        first, {name: param.sin() for name, param in first.named_parameters()}, (x,)
+    ),
+    "one on a parameter": lambda first, second, _: first(second[0].weight),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_curvature_is_the_same_in_one_module_and_where_a_forward_depends_on_other_parameters(name: str) -> None:
+    found = []
+    for is_whole in (True, False):
+        parts, criterion = (network(2), network(2)), nn.MSELoss()
+        whole = Whole(RUNS[name], *parts)
+        apart: Any = parts[0] if "weights" in name else list(whole.parameters())
+        optimizer = quadratic(whole if is_whole else apart, criterion)
+        output = whole(inputs()) if is_whole else RUNS[name](*parts, inputs())
+        criterion(output, torch.ones_like(output)).backward()
+        params = [param for param in whole.parameters() if param.grad is not None]
+        generator = torch.Generator().manual_seed(3)
+        ways = [{param: torch.randn(param.shape, generator=generator) for param in params} for _ in range(2)]
+        assert optimizer._objective is not None
+        at = {param: param.detach() for param in params}
+        found.append(optimizer._objective.curvature(at, ways, optimizer._window.close()))
+    assert_same(found[1], found[0], rtol=1e-11)
+
+
+def test_a_part_of_the_output_has_no_curvature_of_what_others_read_of_it() -> None:
+    model, criterion = network(3), nn.MSELoss()
+    optimizer = quadratic(model, criterion)
+    generator = torch.Generator().manual_seed(3)
+    ways = [{p: torch.randn(p.shape, generator=generator) for p in model.parameters()}]
+
+    def first(call: Call) -> Iterator[Read]:
+        yield (call(inputs())[:, :1],), targets(6, 1), 1.0
+
+    def rest(call: Call) -> Iterator[Read]:
+        yield (call(inputs())[:, 1:],), targets(6, 2).round(), 1.0
+
+    expected = dense(model, criterion, first, ways) + dense(model, nn.BCEWithLogitsLoss(), rest, ways)
+    output = model(inputs())
+    distribution = torch.distributions.Bernoulli(logits=output[:, 1:])
+    optimizer.observe(distribution)
+    (criterion(output[:, :1], targets(6, 1)) - distribution.log_prob(targets(6, 2).round()).mean()).backward()
+    assert optimizer._objective is not None
+    at = {param: param.detach() for param in model.parameters()}
+    assert_same(optimizer._objective.curvature(at, ways, optimizer._window.close()), expected, rtol=1e-11)
+
+
+def test_outputs_that_the_criterion_reads_in_another_order_are_not_mistaken() -> None:
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            output = self.body(x)
+            return F.softplus(output[:, 1:]) + 0.1, output[:, :1]
+
+    model, criterion = Reversed(), nn.GaussianNLLLoss()
+    optimizer = quadratic(model, criterion)
+    generator = torch.Generator().manual_seed(3)
+    ways = [{p: torch.randn(p.shape, generator=generator) for p in model.parameters()}]
+
+    def read(call: Call) -> Iterator[Read]:
+        variance, mean = call(inputs())
+        yield (mean, variance), targets(6, 1), 1.0
+
+    expected = dense(model, criterion, read, ways)
+    loss_of(criterion, next(read(model))).backward()
+    assert optimizer._objective is not None
+    at = {param: param.detach() for param in model.parameters()}
+    assert_same(optimizer._objective.curvature(at, ways, optimizer._window.close()), expected, rtol=1e-11)
+
+
+def time_major(call: Call) -> Iterator[Read]:
+    output = call(inputs()).view(2, 3, 3).transpose(0, 1)  # `[batch, time, classes]`
+    yield (output.flatten(0, 1),), torch.tensor([0, 1, -100, 2, -100, 1]), 1.0
+
+
+@pytest.mark.parametrize("reads", [tokens, tokens_by_head, time_major])
+def test_ignored_targets_have_no_curvature_where_another_term_reads_the_same(
+    reads: Callable[[Call], Iterator[Read]],
+) -> None:
+    """Its weight is next to zero; in another order what was read is told by gradients, with no other term."""
+    model, criterion = network(3), nn.CrossEntropyLoss()
+    optimizer = quadratic(model, criterion)
+    generator = torch.Generator().manual_seed(3)
+    ways = [{p: torch.randn(p.shape, generator=generator) for p in model.parameters()}]
+    expected = dense(model, criterion, reads, ways)
+    outputs: list[Tensor] = []
+    model.register_forward_hook(lambda *call: outputs.append(call[2]))
+    (read,) = reads(model)
+    other = outputs[0].sum() + read[0][0].sum() if reads is not time_major else 0.0
+    (loss_of(criterion, read) + 1e-12 * other).backward()
+    assert optimizer._objective is not None
+    at = {param: param.detach() for param in model.parameters()}
+    assert_same(optimizer._objective.curvature(at, ways, optimizer._window.close()), expected, rtol=1e-11)
+
+
 def residual_loss(model: nn.Module, criterion: nn.Module) -> Tensor:
     return sum(loss_of(criterion, read) for read in nested(model))
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.oracles import assert_same
 from helpers.plain import FREQUENT
 from torch import Tensor, nn
 
@@ -358,6 +360,35 @@ def test_a_closure_that_draws_another_batch_is_told_of() -> None:
     with pytest.raises(RuntimeError, match="the model was called with other inputs than the first time"):
         optimizer.step(closure)
     assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_what_the_step_has_made_of_its_inputs_is_no_other_batch() -> None:
+    """Of two modules in a row the second is called with what the first returns."""
+    found = []
+    for is_one in (True, False):
+        torch.manual_seed(0)
+        encoder, decoder, criterion = nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Linear(5, 3), nn.MSELoss()
+        whole, (x, y) = nn.Sequential(encoder, decoder), data()
+        options = {"estimate": ExactGGN(criterion), "adapt_damping": LevenbergMarquardt(interval=1), **FREQUENT}
+        trained = whole if is_one else list(whole.parameters())
+        optimizer = KFACOptimizer(trained, lr=1.0, step_size=QuadraticModel(), **options)
+
+        def closure(
+            optimizer: KFACOptimizer = optimizer,
+            run: Callable[[Tensor], Tensor] = whole if is_one else lambda x, e=encoder, d=decoder: d(e(x)),
+            criterion: nn.Module = criterion,
+            x: Tensor = x,
+            y: Tensor = y,
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = criterion(run(x), y)
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(2):
+            optimizer.step(closure)
+        found.append([torch.tensor(optimizer.metrics()["reduction_ratio"]), *whole.parameters()])
+    assert_same(found[1], found[0])
 
 
 def test_missing_data_marked_by_nan_are_the_same_data() -> None:

@@ -97,6 +97,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "a constant that adds a dimension": lambda x: (torch.arange(3.0).view(1, 3, 1) + x[:, None]) ** 2,
     "padding by a number": lambda x: F.pad(x.sin(), (1, 1), value=3.0),
     "differences": lambda x: torch.sub(3, x**2, alpha=2) - (x.exp() - 1),
+    "the real part of what is real": lambda x: x.sin().real * x,
     "an elementwise function with options": lambda x: F.softplus(x * x, beta=2.0) + F.gelu(x, approximate="tanh"),
 }
 
@@ -186,6 +187,12 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
         r"instance_norm\(\).*GroupNorm",
     ),
     "complex": (lambda: lambda x: torch.fft.fft(x).abs(), r"fft_fft\(\): its result is complex"),
+    "complex by a cast": (lambda: lambda x: x * x.to(torch.complex128).real, r"to\(\): its result is complex"),
+    "complex by a product": (lambda: lambda x: x * (x * torch.tensor(1j)).real, r"mul\(\): its result is complex"),
+    "complex by a joint": (
+        lambda: lambda x: x * torch.cat([x, torch.ones(3, 2, dtype=torch.complex128)]).real[:3],
+        r"cat\(\): its result is complex",
+    ),
     "not differentiable twice": (lambda: lambda x: torch.cdist(x[:, None], x[:, None]), r"cdist\(\)"),
     "a function of one's own": (lambda: lambda x: through_custom(x).sin(), r"custom autograd function"),
     "one at the end": (lambda: through_custom, r"custom autograd function"),
