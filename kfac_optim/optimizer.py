@@ -424,7 +424,7 @@ class KFACOptimizer(JoinableOptimizer):
         Args:
             batches: mini-batches, of which each round takes one; after the last comes the first again.
             loss_of: returns the loss of one by the model, as the training loop has it; where the optimizer has a
-                `grad_scaler`, that is `scaler.scale(loss)`.
+                `grad_scaler`, that is `scaler.scale(loss)`. The scaler's `step` and `update` are called here.
 
         Returns:
             How many mini-batches were measured. See `kfac_optim.distributed.StatisticsWorkers`.
@@ -433,10 +433,13 @@ class KFACOptimizer(JoinableOptimizer):
             RuntimeError: this rank is no worker, or has another model or checkpoint than the ranks that train.
             CollectiveError: a rank that trains is gone, or paused for longer than the time-out.
         """
-        return choosing.serve(self, self._executor, self._binding, self._window, batches, loss_of)
+        return choosing.serve(self, self._executor, self._binding, self._window, self._scaler, batches, loss_of)
 
     def dismiss_workers(self) -> None:
-        """Have statistics workers return from `serve`, on all ranks that train; steps keep the inverses they have."""
+        """Have statistics workers return from `serve`, on all ranks that train; steps keep the inverses they have.
+
+        The statistics go with the workers: for a checkpoint call `consolidate_state_dict()` before.
+        """
         choosing.dismiss(self._executor)
 
     def eval(self) -> None:

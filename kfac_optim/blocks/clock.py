@@ -84,6 +84,7 @@ class Clock:
         self.refreshed_at = then.step
         self.folds_at_refresh = then.folds
         self.damping = then.damping
+        self.outdated &= not then.outdated  # what was called for since is still to come
 
     def call_for_refresh(self) -> None:
         """Make a refresh due, whatever the periods say."""

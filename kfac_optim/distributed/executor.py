@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import has_gradient, is_used
-from kfac_optim.distributed.communication.consensus import Ballot
+from kfac_optim.distributed.communication.consensus import Ballot, Edit
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
@@ -175,7 +175,8 @@ class DistributedExecutor(Executor):
         # Where gradients are views of what a wrapper sends, a scaler's division looks like any other edit.
         wrapper = self._wrappers.latest
         views = wrapper is not None and wrapper.gradient_as_bucket_view
-        edited = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
+        in_place = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
+        edited = Edit.ADDED if self._wrappers.adds_to_mean() else Edit.IN_PLACE if in_place else Edit.NONE
         verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=edited)
         assert self.plan is not None, "the vote makes a plan"
         assert self.planned is not None, "the vote makes a plan"
@@ -184,6 +185,12 @@ class DistributedExecutor(Executor):
             _refuse_sparse(trained)
         if verdict.finite and verdict.norm is not None and not sharded:
             self._averaging.check(verdict.norm, params, trained.names())
+        if verdict.finite and verdict.edited is Edit.ADDED:
+            raise RuntimeError(
+                "kfac_optim: a backward under no_sync() came after one that had reduced the gradients of this step. "
+                "Under Sharded() these are with their owners by then, and what it has added on other ranks would be "
+                "lost. Have the last backward before step() outside of no_sync(), or all of them within it."
+            )
         found, again = verdict.marks[: len(blocks)], verdict.marks[len(blocks) :]
         self.planned.resend(list(map(bool, again)))
         # From here on all ranks do the same, as `finite` is what all of them have found together.
@@ -198,9 +205,9 @@ class DistributedExecutor(Executor):
             {block for block, mark in zip(blocks, found, strict=True) if mark >= least}
             for least in (_HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _UNACCOUNTED)
         )
-        edited, restarted = verdict.edited and sharded, self.states.take_restarted()
+        in_place, restarted = verdict.edited is Edit.IN_PLACE and sharded, self.states.take_restarted()
         return Agreement(
-            *(verdict.finite, verdict.summed, sampled, graded, unaccounted, verdict.terms, edited, restarted, used)
+            *(verdict.finite, verdict.summed, sampled, graded, unaccounted, verdict.terms, in_place, restarted, used)
         )
 
     def gradients_dropped(self) -> None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
+from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.expert_executor import ExpertExecutor
 from kfac_optim.distributed.gradients.joining import Joining
@@ -20,6 +21,7 @@ class JoinableOptimizer(Optimizer):
 
     _choices: Choices
     _executor: Executor
+    _window: CaptureWindow
 
     def join_hook(self, **_: Any) -> JoinHook:
         """Return what `torch.distributed.algorithms.join.Join([model, optimizer])` calls where examples have run out.
@@ -42,7 +44,12 @@ class JoinableOptimizer(Optimizer):
                 "tokens that other ranks send to its experts. Leave Join out, and have all ranks take as many steps."
             )
         joining = self._joining
-        return JoinHook() if joining is None else joining.hook(lambda: params_of(self.param_groups), self.step)
+        return JoinHook() if joining is None else joining.hook(lambda: params_of(self.param_groups), self._shadow_step)
+
+    def _shadow_step(self) -> None:
+        # Micro-batches of a step that this rank has begun and will not end have their gradients in none.
+        self._window.mark_stale()
+        self.step()
 
     @property
     def join_device(self) -> torch.device:

@@ -128,10 +128,10 @@ class TrainingGroup:
         self._loans.append(loan)
         return Communicator(loan.group, main.device, main.timeout, loan.counting(self._config.observe))
 
-    def give_up(self) -> None:
-        """Have other ranks that wait for this one give up too."""
+    def give_up(self, words: str) -> None:
+        """Have other ranks that wait for this one give up too, and tell them why."""
         if self._main is not None:
-            self._main.give_up()
+            self._main.give_up(words)
 
     def close(self) -> None:
         """Launch nothing any more."""

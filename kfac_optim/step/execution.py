@@ -145,6 +145,10 @@ class Executor:
             unaccounted={block for block in blocks if block.check.differs},
         )
 
+    def agree_on_state(self, trained: Trained) -> Agreement:
+        """Agree on who keeps what, as the state of a new optimizer is asked for and no step is taken."""
+        return self.agree(trained, finite=True, summed=0, counted=None, rescaled=False)
+
     def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
         """Tell what loss the statistics of a step are of, and whether any block took some, on any rank.
 

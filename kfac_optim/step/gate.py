@@ -150,7 +150,7 @@ class Gate:
         params = params_of(optimizer.param_groups)
         self._settle_model(params)
         trained = Trained(self.binding.coverage.blocks, params, partial(names_of, self.binding, optimizer.param_groups))
-        return self.executor.agree(trained, finite=True, summed=0, counted=None, rescaled=False)
+        return self.executor.agree_on_state(trained)
 
     def _settle_model(self, params: Sequence[nn.Parameter]) -> None:
         """Take in what the forwards have shown of the model, and leave to SGD what is not measured."""

@@ -478,6 +478,38 @@ def test_gradients_may_be_dropped_anywhere_or_not_at_all(two_ranks: Ranks, step:
     check(two_ranks, step, strategy=Sharded(), flags=flags)
 
 
+def in_order(rank: int, order: Sequence[bool], flags: dict[str, Any]) -> tuple[int, str]:
+    """The step that raises, of backwards that reduce or do not, in this order; and what it says."""
+    training = Training(rank, strategy=Sharded(), flags=flags)
+    assert isinstance(training.model, DistributedDataParallel)
+    for number in range(3):
+        before = training.params
+        training.optimizer.zero_grad()
+        for reduces in order:
+            x, y = training.batch(number)
+            with nullcontext() if reduces else training.model.no_sync():
+                (squares(training.model(x), y).mean() / len(order)).backward()
+        try:
+            training.optimizer.step()
+        except RuntimeError as error:
+            assert all(map(torch.equal, before, training.params))
+            return number, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    ("order", "raises"),
+    [((True, False), 1), ((True, False, True), -1), ((False, False), -1)],  # at the first step nobody owns them yet
+)
+def test_a_backward_that_reduces_nothing_behind_one_that_does_is_refused(
+    two_ranks: Ranks, order: Sequence[bool], raises: int, flags: dict[str, Any]
+) -> None:
+    for number, told in two_ranks.run(in_order, order, flags):
+        assert number == raises
+        assert raises < 0 or "Have the last backward before step() outside of no_sync()" in told
+
+
 def test_gradients_of_layers_that_ran_elsewhere_may_be_dropped_before_backward(two_ranks: Ranks) -> None:
     flags = {"find_unused_parameters": True}
     check(two_ranks, zeroed_before_backward, net=Routed, strategy=Sharded(), flags=flags)

@@ -109,6 +109,31 @@ def test_a_rank_that_has_run_out_takes_no_step_where_others_accumulate(two_ranks
     check(two_ranks.run(on_rank, strategy, Exchange.DIRECT, 2, {"find_unused_parameters": True}), micro=2)
 
 
+def left_over(rank: int, strategy: Strategy) -> bool:
+    """Whether it makes no difference that a rank runs out of examples in the middle of a step of two micro-batches."""
+    ends = []
+    for lengths in [(4, 2), (4, 3)]:
+        bare = build(Mixed)
+        model = DistributedDataParallel(bare)
+        numbers = {**NUMBERS, "factor_update_period": 1, "inverse_update_period": 1}
+        optimizer = KFACOptimizer(model, **numbers, distributed=DistributedConfig(strategy))
+        with Join([model, optimizer]):
+            for number in range(lengths[rank]):
+                x, y = share(examples(number), [6, 6], rank)
+                with nullcontext() if number % 2 else model.no_sync():
+                    (squares(model(x), y).mean() / 2).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        ends.append([param.detach().clone() for param in bare.parameters()])
+    return all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+def test_a_step_that_a_rank_begins_and_does_not_end_leaves_no_statistics(two_ranks: Ranks, strategy: Strategy) -> None:
+    assert two_ranks.run(left_over, strategy) == [True, True]
+
+
 def refused(rank: int, strategy: Strategy, flags: dict[str, Any], options: dict[str, Any]) -> str:
     model = DistributedDataParallel(build(Mixed), **flags)
     optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy))

@@ -14,6 +14,7 @@ from helpers.ranks import RankError, Ranks
 from helpers.served import Served, batch, loss_by, measured, on_rank, one_process, train, trained_on
 from helpers.training import NETS, Batch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -178,6 +179,56 @@ def test_a_layer_that_is_frozen_is_so_on_workers(two_ranks: Ranks) -> None:
     trainer, worker = two_ranks.run(with_a_frozen_layer, Served(FIXED))
     assert trainer == worker
     assert trainer.count(False) == 2
+
+
+def scaled(rank: int, case: Served) -> float | list[bool]:
+    """Which layers have inverses in the end; of the worker, whose loss overflows at first, its scale."""
+    role, model = case.workers.role(), case.model().float()
+    if role.serves:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-90)
+        optimizer = case.optimizer(model, distributed=case.distributed(), grad_scaler=scaler)
+        batches = [(x.float(), y.float()) for x, y in map(batch, range(4))]
+        optimizer.serve(batches, lambda one: scaler.scale(loss_by(model)(one)))
+        return scaler.get_scale()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "kfac_optim: .* layers have gradients but no statistics"
+        )  # of the first round
+        for step in range(case.steps):
+            x, y = trained_on(step, rank)
+            train(optimizer, model, (x.float(), y.float()))
+    optimizer.dismiss_workers()
+    return [block.is_ready for block in optimizer._binding.coverage.blocks]
+
+
+def test_the_scaler_of_a_worker_lowers_a_scale_at_which_the_loss_overflows(two_ranks: Ranks) -> None:
+    ready, scale = two_ranks.run(scaled, Served(StatisticsWorkers(max_staleness=0), steps=8, options=EVERY_STEP))
+    assert scale == 2.0**37
+    assert all(ready)
+
+
+def called_for(rank: int, case: Served) -> list[int] | None:
+    """When the first layer got the inverses that it had at each of the last steps, where one was called for before."""
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    if role.serves:
+        optimizer.serve(measured(0), loss_by(model))
+        return None
+    clock, refreshed = optimizer._binding.coverage.blocks[0].clock, []
+    for step in range(case.steps):
+        if step == case.steps - 3:
+            clock.call_for_refresh()
+        train(optimizer, model, trained_on(step, rank))
+        refreshed.append(clock.refreshed_at)
+    optimizer.dismiss_workers()
+    return refreshed[-3:]
+
+
+def test_a_refresh_that_was_called_for_comes_once(two_ranks: Ranks) -> None:
+    options = {"factor_update_period": 1, "inverse_update_period": 50}
+    refreshed, _ = two_ranks.run(called_for, Served(StatisticsWorkers(max_staleness=0), steps=12, options=options))
+    assert refreshed == [9, 9, 9]
 
 
 # -- who waits for whom ------------------------------------------------------------------------------------------
@@ -391,7 +442,13 @@ def ending(rank: int, case: Served, how: str) -> tuple[str, str]:
                 serving = case.optimizer(model, distributed=case.distributed())
                 serving.serve(iter(batches) if how == "batches" else batches, loss_of)
             else:
-                optimizer = case.optimizer(model, distributed=case.distributed())
+                trained: Any = model
+                if how == "groups":
+                    first, *others = model.children()
+                    trained = [{"params": [*first.parameters()], "damping": 1.0}]
+                    trained += [{"params": [*module.parameters()]} for module in others]
+                given = {} if trained is model else {"model": model}
+                optimizer = case.optimizer(trained, **given, distributed=case.distributed())
                 for step in range(case.steps):
                     train(optimizer, model, trained_on(step, rank))
         except (RuntimeError, TypeError) as error:
@@ -403,6 +460,7 @@ ENDINGS = {
     "loss": "TypeError: kfac_optim: loss_of(batch) must return the loss of the mini-batch, a tensor that depends",
     "batches": "RuntimeError: kfac_optim: the mini-batches of a statistics worker have ended, and begin no second time",
     "model": "RuntimeError: kfac_optim: an order of the ranks that train holds ",
+    "groups": "RuntimeError: kfac_optim: 'first' and 'hidden' are in one param group of the statistics worker",
 }
 
 
@@ -450,10 +508,12 @@ def test_a_worker_that_fails_beside_another_ends_all_of_them(after: int, four_ra
     finally:
         four_ranks.stop()  # their lines are of no more use
     assert second == "OSError: no more data"
-    assert leading.startswith("CollectiveError")
+    assert leading.startswith("CollectiveError: kfac_optim: on rank 2 (of ranks 2, 3) the collective of")
     for told in trainers:
         assert "gave up at the order of" in told
         assert "rank 2 raised CollectiveError" in told
+    for told in (leading, *trainers):
+        assert "Before that rank 3 raised OSError: no more data. Look for the first error" in told
 
 
 def unserved(rank: int, case: Served) -> str | None:
@@ -498,7 +558,7 @@ def test_workers_serve_one_optimizer_at_a_time(two_ranks: Ranks) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, case: Served, at: int) -> tuple[list[Tensor], list[Tensor]] | int:
+def resumed(rank: int, case: Served, at: int, by_torch: bool) -> tuple[list[Tensor], list[Tensor]] | int:
     """Parameters of a run, and of one that begins again from its checkpoint."""
     role = case.workers.role()
     files: list[Any] = [None]
@@ -510,7 +570,10 @@ def resumed(rank: int, case: Served, at: int) -> tuple[list[Tensor], list[Tensor
         if saved is not None:
             state = torch.load(io.BytesIO(saved), weights_only=True)
             model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            if by_torch:
+                set_optimizer_state_dict(wrapped, optimizer, state["optimizer"])
+            else:
+                optimizer.load_state_dict(state["optimizer"])
         if role.serves:
             return optimizer.serve(measured(0, first=0 if saved is None else 2), loss_by(model))
         file = io.BytesIO()
@@ -519,7 +582,8 @@ def resumed(rank: int, case: Served, at: int) -> tuple[list[Tensor], list[Tensor
             if step == at - 1:
                 optimizer.consolidate_state_dict()
                 if rank == 0:
-                    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                    held = get_optimizer_state_dict(wrapped, optimizer) if by_torch else optimizer.state_dict()
+                    torch.save({"model": model.state_dict(), "optimizer": held}, file)
         optimizer.dismiss_workers()
         return [param.detach().clone() for param in model.parameters()], file.getvalue()
 
@@ -535,12 +599,29 @@ def resumed(rank: int, case: Served, at: int) -> tuple[list[Tensor], list[Tensor
     return whole[0], again[0]
 
 
-@pytest.mark.parametrize("at", [6, 8])  # with a round under way, and without
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(at: int, two_ranks: Ranks) -> None:
+@pytest.mark.parametrize(("at", "by_torch"), [(6, False), (8, False), (8, True)])  # with a round under way, and without
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(at: int, by_torch: bool, two_ranks: Ranks) -> None:
     case = Served(FIXED, options={"factor_update_period": 4, "inverse_update_period": 4})
-    (whole, again), served = two_ranks.run(resumed, case, at)
+    (whole, again), served = two_ranks.run(resumed, case, at, by_torch)
     assert all(map(torch.equal, whole, again))
     assert served == 2  # at steps 8 and 12
+
+
+def saved_too_late(rank: int, case: Served) -> None:
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    if role.serves:
+        optimizer.serve(measured(0), loss_by(model))
+        return
+    train(optimizer, model, trained_on(0, rank))
+    optimizer.dismiss_workers()
+    optimizer.consolidate_state_dict()
+    with pytest.warns(UserWarning, match=r"lacks the statistics.*\(consolidate before dismiss_workers\(\)\)"):
+        optimizer.state_dict()
+
+
+def test_statistics_that_went_with_dismissed_workers_are_told_of(two_ranks: Ranks) -> None:
+    two_ranks.run(saved_too_late, Served(StatisticsWorkers()))
 
 
 def saved_alone(rank: int, case: Served) -> str | None:

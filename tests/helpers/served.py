@@ -45,7 +45,7 @@ class Served:
         torch.manual_seed(0)
         return self.net().double()
 
-    def optimizer(self, model: nn.Module, **others: Any) -> KFACOptimizer:
+    def optimizer(self, model: Any, /, **others: Any) -> KFACOptimizer:
         defaults = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "inverse": Cholesky()}
         periods = {"factor_update_period": 3, "inverse_update_period": 6}
         return KFACOptimizer(model, **{**defaults, **periods, **self.options, **others})

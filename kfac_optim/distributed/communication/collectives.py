@@ -232,11 +232,12 @@ class Communicator(Launcher):
         with self._blaming(name, ()):
             dist.all_gather_object(everyones, dict(mine), group=self.group)
         found = differences(everyones[0], everyones[odd[0]])
+        here, first, *others = (self._names[rank] for rank in (self.rank, 0, *odd))
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise RuntimeError(
             f"kfac_optim: the ranks disagree about what is to be communicated. Of {self.world_size} ranks "
-            f"{', '.join(map(str, odd))} differ from rank 0 (this is rank {self.rank}). Rank 0 (here) and rank "
-            f"{odd[0]} (there): {'; '.join(found[:_SHOWN])}{more}. {remedy(everyones[0], everyones[odd[0]])}"
+            f"{', '.join(map(str, others))} differ from rank {first} (this is rank {here}). Rank {first} (here) and "
+            f"rank {others[0]} (there): {'; '.join(found[:_SHOWN])}{more}. {remedy(everyones[0], everyones[odd[0]])}"
         )
 
     def _scatters(self, bucket: ReduceBucket) -> bool:
@@ -251,8 +252,8 @@ class Communicator(Launcher):
             value = values.get(parcel.name)
             if value is None or value.numel() != parcel.elements:
                 raise ValueError(
-                    f"kfac_optim: rank {self.rank} is to send {parcel.elements} elements of {parcel.name!r} in bucket "
-                    f"{bucket.name!r}, got {'nothing' if value is None else value.numel()}."
+                    f"kfac_optim: rank {self._names[self.rank]} is to send {parcel.elements} elements of "
+                    f"{parcel.name!r} in bucket {bucket.name!r}, got {'nothing' if value is None else value.numel()}."
                 )
             pieces.append(value.detach().flatten().to(bucket.payload))
         if not pieces:

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,16 @@ _UNBOUNDED = 2**62
 
 # Of a rank that has nothing to say, below all that others say.
 _SILENT = -(2**63) + 1
+
+
+class Edit(IntEnum):
+    """Says what has changed gradients since backward, where each rank has the mean of some of them alone."""
+
+    NONE = 0
+    IN_PLACE = 1
+    """The program has, in place."""
+    ADDED = 2
+    """A backward that reduces nothing has added to them, on each rank its own."""
 
 
 class Ballot(NamedTuple):
@@ -31,8 +42,8 @@ class Ballot(NamedTuple):
     norm: float | None
     """The norm of gradients that should be equal on all ranks; None where the rank does not compare them. What comes of
     the vote is the relative difference between those ranks that do."""
-    edited: bool
-    """Whether gradients were changed in place where only some ranks have their mean."""
+    edited: Edit
+    """What has changed gradients where only some ranks have their mean."""
     terms: tuple[int, int] | None
     """The least and the most that a rank has counted of terms of the loss; None where it has counted none."""
     tensors: int | None
@@ -66,7 +77,7 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
         model=model,
         numbers=numbers,
         norm=_difference(*map(from_ordered, norms)) if norms[0] != _SILENT else None,
-        edited=bool(edited),
+        edited=Edit(edited),
         terms=None if most == _SILENT else (least, most),
         tensors=None if pairs[4][0] == _SILENT else tensors,
         marks=tuple(found[len(twins) :]),

@@ -59,6 +59,7 @@ class Launcher:
         self.world_size = dist.get_world_size(group)
         self.device = device
         self.timeout = timeout
+        self._names = dist.get_process_group_ranks(group)  # the world's, by which the user knows ranks
         self._observe = observe
 
     def all_reduce(
@@ -225,18 +226,21 @@ class Launcher:
         except RuntimeError as error:
             seconds = time.monotonic() - start
             layers = f" (layers {listed(names)})" if names else ""
+            among = f" of {self.world_size}"
+            if self._names != list(range(self.world_size)):
+                among = f" (of {listed_ranks(self._names)})"
             raise CollectiveError(
-                f"kfac_optim: on rank {self.rank} of {self.world_size} the collective of {bucket!r}{layers} failed "
+                f"kfac_optim: on rank {self._names[self.rank]}{among} the collective of {bucket!r}{layers} failed "
                 f"after {seconds:.1f} s (time-out {self.timeout.total_seconds():g} s): {error}. "
                 f"{self._call_the_roll()} Look for the first error in the logs of the other ranks; where one was only "
                 f"slow, raise the time-out. To go on, start all ranks again from the last checkpoint."
             ) from error
 
-    def give_up(self) -> None:
-        """Have other ranks that wait for this one give up too."""
+    def give_up(self, words: str = "") -> None:
+        """Have other ranks that wait for this one give up too; the first words that a rank leaves are told."""
         store = self.group.get_group_store()
         store.set(f"{_GIVEN_UP}/{self.rank}", "")
-        store.set(_GIVEN_UP, "")
+        store.compare_set(_GIVEN_UP, "", words)
 
     def _call_the_roll(self) -> str:
         """Give up, and say in a sentence which ranks have not done so within three seconds."""
@@ -248,8 +252,11 @@ class Launcher:
             while silent and time.monotonic() < deadline:
                 time.sleep(0.05)
                 silent = [rank for rank in silent if not store.check([f"{_GIVEN_UP}/{rank}"])]
+            words = store.get(_GIVEN_UP).decode().removesuffix(".")
         except RuntimeError as error:
             return f"Who is missing is not known, as the store of the process group is gone too ({error})."
-        if not silent:
-            return "All ranks gave up in a collective."
-        return f"No word from {listed_ranks(silent)}: gone, or at another place in the program."
+        told = [f"Before that {words}."] if words else []
+        if silent:
+            absent = listed_ranks([self._names[rank] for rank in silent])
+            told.append(f"No word from {absent}: gone, or at another place in the program.")
+        return " ".join(told) or "All ranks gave up in a collective."

@@ -33,6 +33,7 @@ class OwnersHook:
     makes its mean local again, until the gradient is dropped: until it is gone, or was written to since the step, which
     can only have made it zeros. That is looked at before a forward, and again when the next gradient comes to be added
     to it. (Gradients that are views of DDP's buckets are written to together: of those only the first look can tell.)
+    What a backward under `no_sync` adds behind one that reduces goes nowhere, unless another reduces after it.
 
     By segments a bucket takes two messages, see [Note: the second message].
 
@@ -46,12 +47,14 @@ class OwnersHook:
         flow: who owns the gradients; None brings the mean to all.
         observe: is called with every message, for traces.
         user: refers to what uses the hook; None once it is released.
+        adds_to_mean: whether a backward under `no_sync` has added to gradients that their owners had the mean of.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self.flow: ShardedGradients | None = None
         self.observe: Callable[[Launch], None] | None = None
         self.user: weakref.ref[object] | None = None
+        self.adds_to_mean = self._reduces_nothing = False
         self._group = wrapper.process_group
         self._wrapper = weakref.ref(wrapper)
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
@@ -100,10 +103,12 @@ class OwnersHook:
         """Note that gradients were dropped, or are the mean on all ranks."""
         self._to_mean.clear()
         self._stepped.clear()
+        self.adds_to_mean = False
 
     def stepped(self) -> None:
         """Note that a step was taken, or skipped, by the gradients as they are."""
         self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+        self.adds_to_mean = False
 
     def _shadows(self) -> bool:
         """Return whether this rank has run out of examples, and buckets hold zeros; see `joining`."""
@@ -117,11 +122,15 @@ class OwnersHook:
         self._shadowed.clear()
 
     def _before_forward(self) -> None:
+        if (wrapper := self._wrapper()) is not None and torch.is_grad_enabled():
+            self._reduces_nothing = not wrapper.require_backward_grad_sync
         for param in list(self._to_mean):
             if param.grad is None or self._was_written_to(param, self._stepped.get(param)):
                 self._drop(param)
 
     def _before_accumulation(self, param: Tensor) -> None:
+        if self._reduces_nothing and self.flow is not None:
+            self.adds_to_mean |= self.flow.has_brought(param)
         version = self._stepped.pop(param, None)
         if self._views:  # from now on their versions say nothing
             self._stepped.clear()
@@ -157,11 +166,16 @@ class OwnersHook:
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         flow = self.flow
         shadows = self._shadows()
+        self.adds_to_mean = False  # what was added goes with this backward
         if shadows:
             for param in bucket.parameters():
                 self._drop(param)
         if flow is not None:
             flow.bring(bucket.parameters())
+            rank = dist.get_rank(self._group)
+            for param in bucket.parameters():
+                if flow.owner_of.get(param) == rank:
+                    self._watch(param)
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
             return self._to_all(None, bucket, shadows=shadows)  # who owns them is not known yet, or some are not ours
         row = flow.row(bucket.index(), bucket.parameters(), bucket.buffer().dtype)
@@ -207,7 +221,6 @@ class OwnersHook:
     def _make_local(self, bucket: dist.GradBucket, flow: ShardedGradients) -> None:  # type: ignore[name-defined]
         """Take from the gradients that this rank owns what makes them the mean of backwards before."""
         for param, piece in self._own(bucket, flow):
-            self._watch(param)
             self._stepped.pop(param, None)
             if param.grad is None:  # it got none here, so that nobody has looked
                 self._drop(param)

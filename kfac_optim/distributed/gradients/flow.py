@@ -189,6 +189,10 @@ class ShardedGradients(GradientFlow):
         """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
         self._waiting.difference_update(params)
 
+    def has_brought(self, param: Tensor) -> bool:
+        """Return whether the gradient that this step is to take is with its owner."""
+        return param in self.owner_of and param not in self._waiting
+
     def reduce(self) -> None:
         """Sum to owners what no wrapper has; their `.grad` becomes the mean."""
         waiting = self._waiting

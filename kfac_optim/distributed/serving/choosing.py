@@ -23,6 +23,7 @@ from kfac_optim.distributed.serving.workers import OrderedRefresher, Service, Se
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Executor
+from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.refresh_schedules import Background, Refresh
 from kfac_optim.step.refresher import Refresher
 
@@ -73,6 +74,7 @@ def serve(
     executor: Executor,
     binding: ModelBinding,
     window: CaptureWindow,
+    scaler: ScalerSource,
     batches: Iterable[Any],
     loss_of: Callable[[Any], Tensor],
 ) -> int:
@@ -92,7 +94,7 @@ def serve(
     def blocks() -> Sequence[KFACBlock]:
         return binding.coverage.blocks
 
-    return Service(optimizer, executor, blocks, window, binding.model).run(batches, loss_of)
+    return Service(optimizer, executor, blocks, window, binding.model, scaler).run(batches, loss_of)
 
 
 def dismiss(executor: Executor) -> None:

@@ -101,6 +101,10 @@ class BlockOrder(NamedTuple):
         flags = due, block.spec.opposed, block.spec.shared_input
         return cls(*damping, l2(block.group), block.group["factor_decay"], *map(float, flags))
 
+    def of_group(self) -> tuple[float, ...]:
+        """Return the numbers that all blocks of one param group have."""
+        return self.damping, self.decay_in_curvature, self.factor_decay
+
     def give(self, block: KFACBlock) -> None:
         """Have a worker's block go by these numbers."""
         block.group["preconditioner_damping"], block.group["factor_decay"] = self.damping, self.factor_decay

@@ -81,6 +81,8 @@ class ServedStates(StateTransfer):
             return None
         if not any(block.clock.folds for block in statistics.blocks):
             return None
+        if self._rounds.ended:
+            return "the statistics, which the statistics workers had (consolidate before dismiss_workers())"
         return "the statistics, which the statistics workers keep"
 
     def hold(self, states: Mapping[KFACBlock, Any]) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.window import CaptureWindow
@@ -35,6 +36,7 @@ from kfac_optim.distributed.serving.rounds import FAILURE
 from kfac_optim.distributed.serving.trainers import timeout_of_lines
 from kfac_optim.distributed.statistics_workers import Role, StatisticsWorkers
 from kfac_optim.step.execution import Agreement, Trained
+from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.refresher import Refresher
 
 
@@ -50,10 +52,13 @@ class ServingExecutor(DistributedExecutor):
         role: of this rank.
 
     Attributes:
+        sees_all_gradients: False, as no rank has the mean of gradients, so that an overflow is seen where it is alone.
         due: names of blocks that the order has refreshed, each with its unit of the loss; None outside of `serve`.
         finite: whether the gradients of the last mini-batch were finite on all workers.
         unaccounted: names of blocks of which only a part of the gradient was captured then.
     """
+
+    sees_all_gradients = False
 
     def __init__(
         self, config: DistributedConfig, optimizer: OptimizerView, *, choice: StatisticsWorkers, role: Role
@@ -76,6 +81,10 @@ class ServingExecutor(DistributedExecutor):
         self.finite = agreement.finite
         self.unaccounted = {block.name for block in agreement.unaccounted}
         return agreement
+
+    def agree_on_state(self, trained: Trained) -> Agreement:
+        # Workers load checkpoints too, and before they serve.
+        return super().agree(trained, finite=True, summed=0, counted=None, rescaled=False)
 
 
 class OrderedRefresher(Refresher):
@@ -107,6 +116,7 @@ class Service:
         blocks: returns those that there are now.
         window: of the optimizer.
         model: the model, whose parameters are those of the ranks that train from now on.
+        scaler: knows the `GradScaler` that the user has named.
     """
 
     def __init__(
@@ -116,9 +126,10 @@ class Service:
         blocks: Callable[[], Sequence[KFACBlock]],
         window: CaptureWindow,
         model: nn.Module,
+        scaler: ScalerSource,
     ) -> None:
         self._optimizer, self._executor, self._blocks, self._window = optimizer, executor, blocks, window
-        self._model = model
+        self._model, self._scaler = model, scaler
         self._leads = dist.get_rank() == executor.role.workers[0]
         self._lines: Lines = lines_of(executor.role, timeout_of_lines(executor.config, executor.role), self)
         self._envelope: Envelope | None = None  # of an order that is not answered
@@ -199,10 +210,11 @@ class Service:
         return orders
 
     def _set_numbers(self, envelope: Envelope, orders: Mapping[str, BlockOrder]) -> None:
-        for block in self._blocks():
-            if block.name in orders:
-                orders[block.name].give(block)
-                block.clock.step = envelope.step
+        ordered = [(block, orders[block.name]) for block in self._blocks() if block.name in orders]
+        _check_groups(ordered)
+        for block, order in ordered:
+            order.give(block)
+            block.clock.step = envelope.step
 
     @torch.no_grad()
     def _take_model(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -240,7 +252,11 @@ class Service:
                 )
             loss.backward()  # type: ignore[no-untyped-call]
         self._set_numbers(envelope, orders)  # the forward may have shown blocks that are new
-        self._optimizer.step()
+        if (scaler := self._scaler.find()) is None:
+            self._optimizer.step()
+        else:  # a scale at which the loss overflows would do so in every round
+            scaler.step(cast(Optimizer, self._optimizer))
+            scaler.update()
 
     def _answer(self, envelope: Envelope, orders: Mapping[str, BlockOrder]) -> None:
         """Send what was ordered; one worker has it all."""
@@ -302,17 +318,33 @@ class Service:
         """Tell those who wait for this rank that it has failed."""
         if self._envelope is None:
             return
+        words = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the error that is raised says more
+            self._executor.ranks.give_up(words)
         if not self._leads:
-            self._executor.ranks.give_up()
             return
         line = self._lines.answers
         assert line is not None, "this rank leads"
         buffer = torch.zeros(self._envelope.answer_bytes, dtype=torch.uint8)
         failed = torch.tensor([float(Status.FAILED)], dtype=torch.float64)
         buffer[: failed.nbytes] = failed.view(torch.uint8)
-        with suppress(RuntimeError):  # the error that is raised says more
-            line.tell(FAILURE, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
+        with suppress(RuntimeError):
+            line.tell(FAILURE, words)
             line.wait(line.post(buffer))
+
+
+def _check_groups(ordered: Iterable[tuple[KFACBlock, BlockOrder]]) -> None:
+    """Refuse orders that give layers of one param group different numbers."""
+    first: dict[int, tuple[KFACBlock, BlockOrder]] = {}
+    for block, order in ordered:
+        known, theirs = first.setdefault(id(block.group), (block, order))
+        if order.of_group() != theirs.of_group():
+            raise RuntimeError(
+                f"kfac_optim: {known.name!r} and {block.name!r} are in one param group of the statistics worker on "
+                f"rank {dist.get_rank()}, and the ranks that train have them in groups that differ in damping, "
+                "factor_decay or weight_decay. Build the optimizer of a worker from the same param groups, with those "
+                "that are added later."
+            )
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:
