@@ -52,6 +52,7 @@ from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.sharded_params import any_sharded, is_sharded
 from kfac_optim.utils.tensor_storage import keep_while_spawning
+from kfac_optim.utils.text import listed
 from kfac_optim.utils.validation import (
     as_float,
     check_closure,
@@ -289,6 +290,7 @@ class KFACOptimizer(JoinableOptimizer):
             self._window,
             lambda block: executor.statistics.emitted(block),  # another object with each plan
             self._executor.begin_forward,
+            self._executor.states.late,
             several=self._executor.several,
         )
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
@@ -546,10 +548,12 @@ class KFACOptimizer(JoinableOptimizer):
 
         It does what `torch.nn.utils.clip_grad_norm_` does, over the parameters of this optimizer, and is also right
         under `Sharded`, where `.grad` holds the mean over ranks on one rank only. There it is a collective: call it on
-        all ranks. For parameters that `fully_shard` has sharded torch's own is right as well.
+        all ranks, after the last backward of a step. For parameters that `fully_shard` has sharded torch's own is right
+        as well.
 
         Raises:
-            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`; or, under `Sharded`, a backward has come
+                after another call for this step, which the step itself refuses as well.
         """
         max_norm, norm_type = as_float("max_norm", max_norm), as_float("norm_type", norm_type)
         trained = self._trained()
@@ -691,10 +695,16 @@ class KFACOptimizer(JoinableOptimizer):
                 all ranks. None leaves each layer's part whole on the one rank that owns it.
 
         Raises:
-            RuntimeError: some rank has another `to`, or calls something else.
+            RuntimeError: some rank has another `to`, or calls something else; or each rank has loaded a part of the
+                state of layers that no forward has shown yet.
             ValueError: there is no such rank.
             CollectiveError: some rank never came.
         """
+        if self._executor.several and (unseen := self._binding.pending.in_parts()):
+            raise RuntimeError(
+                f"kfac_optim: consolidate_state_dict() came before a forward has shown {listed(unseen, 4)}, of which "
+                "each process has loaded a part. Run one forward with gradients on all of them before."
+            )
         self._executor.consolidate(self._trained(), to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -739,6 +749,8 @@ class KFACOptimizer(JoinableOptimizer):
         self._executor.states.loading(missing)
         self._binding.restore(known, waiting)
         incoming.missed.extend(block.name for block, each in missing.items() if each.elsewhere)
+        unseen = [state for state in waiting.values() if state["spread"] and "inverse" not in state]
+        incoming.missed.extend(map(checkpoint.layer_name, unseen))
         self._binding.rebind(group_of(self.param_groups))
         trained = any(block.clock.step > 0 for block in self._binding.coverage.blocks)
         if trained or self._binding.pending.states() or self._record is not None:

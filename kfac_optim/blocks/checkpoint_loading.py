@@ -1,6 +1,6 @@
 """Reading a checkpoint: all of it is checked, and sorted into what torch loads and what belongs to blocks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,8 @@ class Incoming:
         states: what it holds for blocks.
         marks: of the layers that were left to SGD.
         warm: whether it is of SGD, and blocks begin from zero.
-        unread: whether it has momentum of ours and nothing of blocks, for want of a place while no model is known.
+        unread: parameters of which it has momentum of ours alone, perhaps for want of a place while their layers were
+            not known.
         averages: what it holds of the averages of parameters, which torch would cast to their dtype.
         missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """
@@ -31,7 +32,7 @@ class Incoming:
     states: checkpoint.States = field(default_factory=dict)
     marks: checkpoint.States = field(default_factory=dict)
     warm: bool = False
-    unread: bool = False
+    unread: Collection[nn.Parameter] = ()
     averages: dict[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
 
@@ -117,7 +118,10 @@ def _incoming(
         for block in blocks:
             checkpoint_groups.check_momenta(block, held)
     states = {param: checkpoint.due_if_not_read(state) for param, state in states.items()}
-    return Incoming(states, marks, unread=binding.model is None and not of_blocks and has_stepped)
+    of_unknown = binding.model is None and not of_blocks
+    awaited = set(held) if of_unknown else held.keys() & binding.coverage.candidates - of_blocks.keys()
+    unread = {param for param in awaited if says_something(held[param].get(MOMENTUM))}
+    return Incoming(states, marks, unread=unread)
 
 
 def _awaits(binding: ModelBinding, param: nn.Parameter) -> bool:

@@ -42,6 +42,8 @@ class ModelBinding:
         window: takes the statistics.
         emitted: is called with each block that took statistics.
         begin_forward: is called as a forward of the model begins; returns `Executor.source`.
+        late: is called with a block that is built after a checkpoint was loaded, and what that holds for it; returns
+            `WholeStates.late`.
         several: whether there are other processes, which may have what checkpoints lack here.
 
     Attributes:
@@ -58,6 +60,7 @@ class ModelBinding:
         window: CaptureWindow,
         emitted: Callable[[KFACBlock], None],
         begin_forward: Callable[[nn.Module], int],
+        late: Callable[[KFACBlock, Mapping[str, Any]], Mapping[str, Any]],
         *,
         several: bool = False,
     ) -> None:
@@ -69,6 +72,7 @@ class ModelBinding:
         self._options = options
         self._window = window
         self._begin_forward = begin_forward
+        self._late = late
         self._several = several
         self._groups: Groups = {}
         self._listed: list[tuple[int, ...]] = []
@@ -300,6 +304,7 @@ class ModelBinding:
         """Give a new block what a checkpoint that was loaded before held for it."""
         if (state := self.pending.waiting.get(block.params[0])) is not None:
             check_layers([block], [state], [], of_found=self.found, several=self._several)
+            self.pending.waiting[block.params[0]] = self._late(block, state)
             self.pending.restore(block, self.coverage.blocks, several=self._several)
             self._follow_as(block, state)
 

@@ -66,6 +66,12 @@ class PendingStates:
         waiting = {param: checkpoint.aged(state, self.steps_waited) for param, state in self.waiting.items()}
         return waiting | self.marks
 
+    def in_parts(self) -> list[str]:
+        """Return names of layers that forwards are to show, and of which each process may have loaded a part."""
+        waiting = {} if self.steps_waited else self.waiting
+        spread = [state for param, state in waiting.items() if state["spread"] and param.requires_grad]
+        return sorted(map(checkpoint.layer_name, spread))
+
     def restore(self, block: KFACBlock, others: Iterable[KFACBlock], *, several: bool) -> None:
         """Give a new block the state that waited for it.
 

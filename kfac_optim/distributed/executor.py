@@ -1,6 +1,6 @@
 """K-FAC on the ranks of a process group: the executor, which has its parts work together in one order on all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
 from kfac_optim.distributed.gradients.ddp import OwnersHook
-from kfac_optim.distributed.gradients.edits import EditWatch
+from kfac_optim.distributed.gradients.edits import EditWatch, LateGradients
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients.grid import mesh_of
@@ -63,7 +63,7 @@ class DistributedExecutor(Executor):
         directly = config.exchange is Exchange.DIRECT
         self.joining = Joining(self._wrappers, to_owners=_may_shard(config.strategy), directly=directly)
         self._averaging = AveragingCheck(None)
-        self._edits = EditWatch()
+        self._edits, self._late = EditWatch(), LateGradients()
         self._checked: tuple[int | str, ...] = ()  # what was found fit to train
         self._alike: list[int] = []
         self._looked_at: nn.Module | None = None
@@ -109,6 +109,7 @@ class DistributedExecutor(Executor):
     def begin_forward(self, model: nn.Module) -> int:
         self._look_at(model)
         self.gradients.begin_forward()
+        self._late.begin_forward()
         if (wrapper := self._wrappers.begin_forward(model)) is not None:
             self._listen_to(wrapper, may_have_a_hook=True)
         return self.source
@@ -177,10 +178,12 @@ class DistributedExecutor(Executor):
         views = wrapper is not None and wrapper.gradient_as_bucket_view
         in_place = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
         edited = Edit.ADDED if self._wrappers.adds_to_mean() else Edit.IN_PLACE if in_place else Edit.NONE
-        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=edited)
+        call = self._called("step()")
+        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=edited, call=call)
         assert self.plan is not None, "the vote makes a plan"
         assert self.planned is not None, "the vote makes a plan"
         sharded = isinstance(self.plan.strategy, Sharded)
+        self._refuse_late()
         if sharded:
             _refuse_sparse(trained)
         if verdict.finite and verdict.norm is not None and not sharded:
@@ -200,6 +203,7 @@ class DistributedExecutor(Executor):
         else:
             self.planned.abandon()
             self.gradients.forget()
+            self._late.end()
             self._wrappers.stepped()
         graded, used, sampled, unaccounted = (
             {block for block, mark in zip(blocks, found, strict=True) if mark >= least}
@@ -213,10 +217,12 @@ class DistributedExecutor(Executor):
     def gradients_dropped(self) -> None:
         self._wrappers.forget()
         self._edits.forget()
+        self._late.end()
         self.gradients.forget()
 
     def publish(self) -> None:
         self.gradients.publish()
+        self._late.end()
         self._wrappers.stepped()
 
     def clip_grad_norm_(
@@ -238,8 +244,11 @@ class DistributedExecutor(Executor):
     def grad_norm(self, trained: Trained, norm_type: float) -> Tensor:
         """Return the norm of all gradients together, `[]`, once they are the mean; a collective."""
         self._describe(trained)
-        self._vote(call="clip_grad_norm_()")
+        self._vote(call=self._called("clip_grad_norm_()"))
+        self._refuse_late()
         self.gradients.reduce()
+        if isinstance(self.gradients, ShardedGradients):
+            self._late.begin(trained.params)
         owned = self.gradients.owned(trained.params)
         return self.gradients.norm([param.grad for param in owned if param.grad is not None], norm_type)
 
@@ -260,6 +269,20 @@ class DistributedExecutor(Executor):
         for mesh in {mesh_of(param) for param in owned}:  # torch takes those of one mesh at once
             nn.utils.clip_grads_with_norm_([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
         self._edits.note()
+
+    def _called(self, call: str) -> str:
+        """Say what a vote is for, so that all ranks raise where one rank refuses the gradients."""
+        return f"{call} with gradients that came after clip_grad_norm_()" if self._late.found else call
+
+    def _refuse_late(self) -> None:
+        """Refuse gradients that were added to the mean on its owner, and on other ranks to their own; after a vote."""
+        if self._late.found:
+            raise RuntimeError(
+                "kfac_optim: a backward has added to the gradients after optimizer.clip_grad_norm_(). Under Sharded() "
+                "that brings the mean of each gradient to one process, and what is added afterwards is not averaged "
+                "with it. Call clip_grad_norm_ after the last backward of a step. To go on from here call "
+                "optimizer.zero_grad(), which drops these gradients."
+            )
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         check_rank(to, dist.get_world_size(self.ranks.group))
@@ -317,6 +340,8 @@ class DistributedExecutor(Executor):
         if self.planned is not None:
             self.planned.abandon()
         plan = self.agreement.make_plan()
+        if isinstance(plan.strategy, Sharded):
+            _refuse_complex(self.agreement.params)
         if self.config.overlap:
             self.ranks.open_early(wrapped=self._wrappers.latest is not None)
         if isinstance(plan.strategy, Sharded) and plan.by_segments(Payload.GRADIENTS):
@@ -370,6 +395,16 @@ def _refuse_sparse(trained: Trained) -> None:
             raise NotImplementedError(
                 f"kfac_optim: Sharded() brings gradients to their owners in dense messages, and that of {name!r} is "
                 f"{param.grad.layout}. Make it dense (sparse=False), or use Replicated()."
+            )
+
+
+def _refuse_complex(params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    for name, held in params.items():
+        if any(map(torch.is_complex, held)):
+            raise NotImplementedError(
+                f"kfac_optim: Sharded() sends gradients and parameters as real numbers, and {name!r} is "
+                f"{held[0].dtype}. Make it nn.Parameter(torch.view_as_real(...)) and have the forward use "
+                "torch.view_as_complex of it, or use Replicated()."
             )
 
 

@@ -380,6 +380,10 @@ class ExpertStates(WholeStates):
         self._executor.shared.states.loading({block: missing[block] for block in shared})
         self._executor.own.states.loading({block: missing[block] for block in own})
 
+    def late(self, block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        executor = self._executor
+        return (executor.own if executor.is_own(block.params[0]) else executor.shared).states.late(block, state)
+
     def tensors(self, block: KFACBlock) -> Any | None:
         executor = self._executor
         return (executor.own if executor.is_own(block.params[0]) else executor.shared).states.tensors(block)

@@ -179,7 +179,8 @@ class PlanAgreement:
     def _new_plan(self) -> Plan:
         groups = [block.group for block in self.blocks]
         covered = list({id(group): group for block in self.blocks for group in block.groups}.values())
-        dtypes = [param.dtype for held in self.params.values() for param in held]
+        # Complex parameters are left to SGD, and are no part of a message.
+        dtypes = [param.dtype for held in self.params.values() for param in held if not param.is_complex()]
         factor_dtypes = [block.dtype for block in self.blocks]
         size, strategy = self._optimizer.step_size, self.strategy()
         options = PlanOptions(
@@ -214,7 +215,9 @@ def _layout(trained: Trained, grid: Grid) -> tuple[list[Covered | Uncovered], di
     order = {param: number for number, param in enumerate(names)}
     model: dict[str, Covered | Uncovered] = {}
     held: dict[str, Sequence[nn.Parameter]] = {}
-    for number, param in enumerate(sorted(trained.params, key=lambda each: order.get(each, len(order)))):
+    taken = {block.name for block in trained.blocks}
+    params = dict.fromkeys(trained.params)  # torch takes one that is listed twice, with a warning
+    for number, param in enumerate(sorted(params, key=lambda each: order.get(each, len(order)))):
         block = block_of.get(param)
         if block is not None:
             model[block.name] = Covered(
@@ -223,6 +226,9 @@ def _layout(trained: Trained, grid: Grid) -> tuple[list[Covered | Uncovered], di
             held[block.name] = block.params
         elif param.requires_grad:
             name = names.get(param, f"parameter {number}")
+            if name in taken:  # names of what the model does not hold are the user's, who may give one twice
+                name = f"{name} (parameter {number})"
+            taken.add(name)
             model[name] = Uncovered(name, param.numel())
             held[name] = (param,)
     return list(model.values()), held

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.block import KFACBlock, Missing
-from kfac_optim.blocks.checkpoint import KEY
-from kfac_optim.blocks.state_keys import SECOND_MOMENT
+from kfac_optim.blocks.preconditioning import says_something
+from kfac_optim.blocks.state_keys import MOMENTUM, SECOND_MOMENT
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.state_redistribution import Buffer, Holdings
@@ -110,6 +111,14 @@ class StateTransfer(WholeStates):
         self._lost = dict(missing)
         self._complete, self._borrowed, self._consolidated = {}, [], False  # they belong to a state that is gone
 
+    def late(self, block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._lost is not None:
+            self._lost |= checkpoint.missing([block], [state])
+        elif state["spread"]:  # ranks have told each other what they have: too late for one to have it alone
+            self._restarted.append(block.name)
+            return {key: value for key, value in state.items() if key not in ("inverse", "under_way")}
+        return state
+
     def tensors(self, block: KFACBlock) -> Any | None:
         if block in self._complete:
             return self._complete[block]
@@ -127,14 +136,20 @@ class StateTransfer(WholeStates):
         plan, statistics = self._plan, self._statistics
         if plan is None or statistics is None or plan.ranks == 1 or self._consolidated or self._lost is not None:
             return None
-        if not any(block.clock.folds for block in statistics.blocks):
-            return None
-        missing = ["what other ranks have measured since the last refresh"] if factors else []
-        momentum = any(group["momentum"] != 0 for block in statistics.blocks for group in block.groups)
-        adams = any(SECOND_MOMENT in held for held in self._state().values() if isinstance(held, dict))
-        if isinstance(plan.strategy, Sharded) and (momentum or adams):
+        measured = any(block.clock.folds for block in statistics.blocks)
+        missing = ["what other ranks have measured since the last refresh"] if factors and measured else []
+        if isinstance(plan.strategy, Sharded) and (
+            (measured and _keeps_momentum(statistics)) or self._has_momentum(statistics)
+        ):
             missing.append("the momentum of parameters that other ranks update")
         return " and ".join(missing) or None
+
+    def _has_momentum(self, statistics: SharedStatistics) -> bool:
+        """Return whether steps have left momentum here of what belongs to no layer, or averages of Adam."""
+        covered = {param for block in statistics.blocks for param in block.params}  # which may have kept directions
+        held = {param: each for param, each in self._state().items() if isinstance(each, dict)}
+        momenta = [each.get(MOMENTUM) for param, each in held.items() if param not in covered]
+        return any(map(says_something, (*momenta, *(each.get(SECOND_MOMENT) for each in held.values()))))
 
     def consolidate(self, to: int | None) -> None:
         """Bring whole states to rank `to`, or to one owner of each block; a collective, after a vote."""
@@ -164,7 +179,11 @@ class StateTransfer(WholeStates):
         if self._complete:
             for param in list(state):
                 if isinstance(state[param], dict):
-                    state[param] = {name: value for name, value in state[param].items() if name != KEY}
+                    state[param] = {name: value for name, value in state[param].items() if name != checkpoint.KEY}
         for param, key in self._borrowed:
             state[param] = {name: value for name, value in state[param].items() if name != key}
         self._complete, self._borrowed, self._consolidated = {}, [], False
+
+
+def _keeps_momentum(statistics: SharedStatistics) -> bool:
+    return any(group["momentum"] != 0 for block in statistics.blocks for group in block.groups)

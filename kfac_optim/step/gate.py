@@ -157,6 +157,8 @@ class Gate:
         if self.binding.settle():
             self.executor.attach(self.binding.model)
             self.warnings.coverage(self.binding)
+        if self.warnings.unread:
+            self.warnings.unread_layers(self.binding.coverage.blocks)
         for reason in self.binding.exclude_unmeasured():
             self.warnings.unmeasured(reason)
         self.executor.check(self.binding.coverage.blocks, params)

@@ -208,6 +208,10 @@ class WholeStates:
     def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
         """Take notice that a checkpoint is about to be loaded, which has no statistics for some blocks here."""
 
+    def late(self, block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what is to be restored of a state that waited, since a checkpoint was loaded, for this new block."""
+        return state
+
     def tensors(self, block: KFACBlock) -> Any | None:
         """Return the whole state of `block`, as `InverseState.tensors`; None where this rank does not hold it."""
         return block.state.tensors()

@@ -1,7 +1,10 @@
 """Warnings of what a training loop's user may not expect, shown at the line that led to them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from torch import nn
+
+from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.scale_probe import ScaleChange
@@ -24,13 +27,13 @@ class UserWarnings:
         plain: what becomes of gradients that are not preconditioned.
 
     Attributes:
-        unread: whether a checkpoint was loaded before the model was known that has momentum and nothing of layers.
+        unread: parameters that a loaded checkpoint has momentum of and nothing else, until it is said of which layers.
     """
 
     def __init__(self, *, finds_model: bool, plain: PlainSteps) -> None:
         self._plain = plain
         self.given: set[str] = set()  # names of the warnings that are not given again
-        self.unread = False
+        self.unread: Collection[nn.Parameter] = ()
         self._remedy = _PASS_MODEL if finds_model else ""
 
     def _is_first(self, name: str) -> bool:
@@ -39,7 +42,7 @@ class UserWarnings:
         return first
 
     def coverage(self, binding: ModelBinding) -> None:
-        """Warn if nothing is preconditioned, against the user's wish, or if statistics were not read."""
+        """Warn if nothing is preconditioned, against the user's wish."""
         if binding.model is None:
             warn(
                 f"kfac_optim: nothing is preconditioned and every parameter takes the plain {self._plain.rest} step: "
@@ -52,14 +55,18 @@ class UserWarnings:
                 f"kfac_optim: nothing is preconditioned; every parameter takes the plain {self._plain.rest} step. "
                 "optimizer.summary() lists the reasons."
             )
-        elif self.unread and binding.coverage.blocks:
-            names = listed([block.name for block in binding.coverage.blocks], 4)
+
+    def unread_layers(self, blocks: Sequence[KFACBlock]) -> None:
+        """Say once which layers begin from zero as their statistics were not read from a checkpoint."""
+        if names := [block.name for block in blocks if block.params[0] in self.unread]:
+            self.unread = ()
             warn(
                 "kfac_optim: the checkpoint that was loaded before the first forward has momentum of KFACOptimizer and "
-                f"has no statistics of {names}, which begin from zero. torch.distributed.checkpoint.load reads what "
-                "there is a place for, and a new optimizer has none for layers before it knows the model. Pass the "
-                "model, KFACOptimizer(model, ...), or run one forward before you call "
-                "get_optimizer_state_dict(model, optimizer) to load."
+                f"has no statistics of {listed(names, 4)}, which begin from zero. torch.distributed.checkpoint.load "
+                "reads what there is a place for, and a new optimizer has none for layers that it does not know yet. "
+                "Pass the model, KFACOptimizer(model, ...), or run one forward with gradients before you call "
+                "get_optimizer_state_dict(model, optimizer) to load. Matrices that functions alone show, as of Hugging "
+                "Face's Conv1D, need the forward."
             )
 
     def unmeasured(self, reason: str) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.plain import assert_identical, batch, clones, mlp, train
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from kfac_optim import EKFAC, Background, Cholesky, Inverse, KFACOptimizer, NewtonSchulz, TrustRegion
+from kfac_optim import EKFAC, Background, Cholesky, Inverse, KFACOptimizer, NewtonSchulz, SelectedUpdates, TrustRegion
 
 Run = tuple[nn.Module, KFACOptimizer]
 
@@ -134,15 +134,33 @@ def test_a_refresh_that_was_under_way_is_made_anew_where_a_new_optimizer_has_no_
     assert {block.clock.refreshed_at for block in other[1]._binding.coverage.blocks} == {5}
 
 
-def resumed_without_a_model(folder: Path, *, given: bool = False, forward: bool = False, **options: Any) -> None:
+class Conv1D(nn.Module):
+    """As Hugging Face's: a function alone shows its matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 5) / 2), nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def of_a_function() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Conv1D(), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def resumed_without_a_model(
+    folder: Path, net: Callable[[], nn.Module] = mlp, *, given: bool = False, forward: bool = False, **options: Any
+) -> None:
     """Resume in an optimizer that has to find its model, or does not."""
     options = {"lr": 0.1, "momentum": 0.9, "factor_update_period": 1, **options}
-    model, other = mlp(), mlp()
+    model, other = net(), net()
     optimizer = KFACOptimizer(model, **options)
     train(model, optimizer, 5)
     resumed = KFACOptimizer(other.parameters(), model=other if given else None, **options)
     if forward:
-        with torch.no_grad():
+        with torch.set_grad_enabled(net is of_a_function):
             other(batch())
     template = get_optimizer_state_dict(other, resumed)
     through_files(get_optimizer_state_dict(model, optimizer), template, folder)
@@ -159,3 +177,14 @@ def test_statistics_that_were_not_read_before_the_model_was_known_are_missed(tmp
 @pytest.mark.parametrize("how", [{"given": True}, {"forward": True}, {"skip_layers": ("*",)}], ids=str)
 def test_where_none_were_to_be_read_and_by_both_remedies_nothing_is_missed(how: dict[str, Any], tmp_path: Path) -> None:
     resumed_without_a_model(tmp_path, **how)
+
+
+def test_statistics_of_a_matrix_that_no_forward_had_shown_are_missed(tmp_path: Path) -> None:
+    told = r"has no statistics of '0', which.*run one forward with gradients before"
+    with pytest.warns(UserWarning, match=told), pytest.raises(AssertionError):
+        resumed_without_a_model(tmp_path, of_a_function, given=True)
+
+
+@pytest.mark.parametrize("how", [{}, {"step_size": SelectedUpdates()}], ids=str)
+def test_after_a_forward_with_gradients_nothing_is_missed(how: dict[str, Any], tmp_path: Path) -> None:
+    resumed_without_a_model(tmp_path, of_a_function, given=True, forward=True, **how)

@@ -54,6 +54,8 @@ class Run(NamedTuple):
     """Whether all ranks work on the largest layer."""
     step_size: StepSize = AdaptiveTrustRegion()
     """`SelectedUpdates` has an inverse of its own, and means in the place of dampened sums."""
+    found: bool = False
+    """Whether the optimizer has to find the model."""
 
     def name(self) -> str:
         selected = "-selected" * (self.step_size == SELECTED)
@@ -78,7 +80,7 @@ class Training:
             self.model(torch.zeros(1, 5, dtype=torch.float64)).sum().backward()
             self.model.zero_grad()
         self.optimizer = KFACOptimizer(
-            self.model,
+            self.model.parameters() if run.found else self.model,
             lr=0.1,
             momentum=run.momentum,
             dampening=0.0 if run.step_size == SELECTED else 0.1,
@@ -273,6 +275,9 @@ def test_what_rank_0_saves_without_a_collective_loads_everywhere_and_one_warning
     path = str(tmp_path / "checkpoint.pt")
     two_ranks.run(saved_by_rank_0_alone, Run(SHARDED), path)
     expected, alone_told = resumed_with_warnings(0, Run(), path)
+    found, found_told = resumed_with_warnings(0, Run(found=True), path)
+    assert_close(found, expected)
+    assert sorted(found_told[0]) == sorted(alone_told[0])  # layers in the order of the file
     for ranks, strategy in ((two_ranks, SHARDED), (four_ranks, HYBRID), (two_ranks, SHARDED_FACTORS)):
         for params, told in ranks.run(resumed_with_warnings, Run(strategy), path):
             assert_close(params, expected)  # as one process goes on that lacks the same
@@ -298,14 +303,43 @@ def test_statistics_that_were_left_out_on_purpose_are_not_warned_of(two_ranks: R
     two_ranks.run(without_factors, str(tmp_path / "checkpoint.pt"))
 
 
+def saved_without_layers(rank: int) -> list[str]:
+    """What is told as a run is saved that leaves all layers to SGD."""
+    model = network()
+    config = DistributedConfig(strategy=SHARDED)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, skip_layers=["*"], distributed=config)
+    told = []
+    for to in (None, 0):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5).double()).square().mean().backward()
+        optimizer.step()
+        if to is not None:
+            optimizer.consolidate_state_dict(to)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.state_dict()
+        told.append(" ".join(str(each.message) for each in caught))
+    return told
+
+
+def test_momentum_of_other_ranks_is_missed_where_no_layer_is_preconditioned(two_ranks: Ranks) -> None:
+    for at_first, consolidated in two_ranks.run(saved_without_layers):
+        assert "this state_dict() lacks the momentum of parameters that other ranks update:" in at_first
+        assert not consolidated
+
+
 def of_each_its_own(rank: int, run: Run, other: Strategy, folder: str) -> list[Tensor]:
     """Every rank saves and loads a file of its own."""
     training = Training(run)
     training.train(0, SAVED)
     training.optimizer.consolidate_state_dict(None)
-    path = str(Path(folder, f"{rank}.pt"))
+    return resumed(rank, run._replace(strategy=other), own_file(training, folder))
+
+
+def own_file(training: Training, folder: str) -> str:
+    path = str(Path(folder, f"{training.rank}.pt"))
     torch.save({"model": training.net.state_dict(), "optimizer": training.optimizer.state_dict()}, path)
-    return resumed(rank, run._replace(strategy=other), path)
+    return path
 
 
 @pytest.mark.parametrize("other", [SHARDED_FACTORS, SHARDED, HYBRID], ids=str)
@@ -316,6 +350,76 @@ def test_what_one_rank_has_loaded_goes_to_those_that_own_it_now(
     expected = two_ranks.run(uninterrupted, run, None)[0]
     for found in two_ranks.run(of_each_its_own, run, other, str(tmp_path)):
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize("other", [SHARDED, HYBRID], ids=str)
+def test_so_does_what_waits_until_the_model_is_found(other: Strategy, two_ranks: Ranks, tmp_path: Path) -> None:
+    run = Run(SHARDED, found=True)
+    expected = two_ranks.run(uninterrupted, run, None)[0]
+    for found in two_ranks.run(of_each_its_own, run, other, str(tmp_path)):
+        assert_close(found, expected)
+
+
+def consolidated_when_found(rank: int, run: Run, folder: str) -> list[Tensor]:
+    first, training = Training(run), Training(run)
+    first.train(0, SAVED)
+    first.optimizer.consolidate_state_dict(None)
+    training.load(own_file(first, folder))
+    with pytest.raises(RuntimeError, match=r"shown '0', '2', '3', '4' and 1 more.*Run one forward with gradients"):
+        training.optimizer.consolidate_state_dict(None)
+    training.model(torch.zeros(1, 5, dtype=torch.float64))
+    training.optimizer.consolidate_state_dict(None)
+    training.train(SAVED, STEPS)
+    return training.params()
+
+
+def test_parts_are_put_together_once_a_forward_has_shown_their_layers(two_ranks: Ranks, tmp_path: Path) -> None:
+    run = Run(SHARDED, EKFAC(), found=True)
+    expected = two_ranks.run(uninterrupted, run, None)[0]
+    for found in two_ranks.run(consolidated_when_found, run, str(tmp_path)):
+        assert_close(found, expected)
+
+
+class Sum(nn.Module):
+    """A layer, and a matrix that a function multiplies by where it is not dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(5, 3), nn.Parameter(torch.eye(5, 3))
+        self.drops = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out if self.drops else out + x @ self.matrix
+
+
+def shown_late(rank: int) -> tuple[list[Tensor], list[str]]:
+    """Each rank loads its own part, and a step passes before the matrix is used."""
+    state: Any = None
+    for steps, dropped in ((3, 3), (2, 0)):
+        torch.manual_seed(0)
+        net = Sum()
+        config = DistributedConfig(strategy=SHARDED)
+        optimizer = KFACOptimizer(net, lr=0.1, momentum=0.9, factor_update_period=1, distributed=config)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(steps):
+                net.drops = step == dropped
+                optimizer.zero_grad()
+                net(torch.randn(8, 5)).square().mean().backward()
+                optimizer.step()
+        optimizer.consolidate_state_dict(None)
+        state = optimizer.state_dict()
+    return [param.detach() for param in net.parameters()], [str(each.message) for each in caught]
+
+
+def test_what_waits_for_longer_than_ranks_tell_each_other_of_begins_anew(two_ranks: Ranks) -> None:
+    (params, told), (others, also_told) = two_ranks.run(shown_late)
+    assert_identical(params, others)
+    assert told == also_told
+    assert "the statistics of 'matrix', which start from zero" in told[0]
 
 
 def test_what_was_taken_before_others_told_what_they_had_loaded_does_not_count(

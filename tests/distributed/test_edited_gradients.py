@@ -1,4 +1,4 @@
-"""Clipping by torch's own function where each rank has the mean of some gradients alone: told of, by name, once."""
+"""Clipping where each rank has the mean of some gradients alone: torch's is told of, and too early is refused."""
 
 import warnings
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plain import assert_identical
 from helpers.ranks import Ranks
 from helpers.training import Mixed, build, examples, share, squares, wrap
 from torch import nn
@@ -123,3 +124,76 @@ def zeroed(rank: int) -> list[str]:
 
 def test_gradients_that_are_thrown_away_are_not_told_of(two_ranks: Ranks) -> None:
     assert two_ranks.run(zeroed) == [[], []]
+
+
+def refused(rank: int, flags: str, clips: list[str]) -> list[torch.Tensor]:
+    """Train, and in the second step clip these micro-batches before the last, which is refused and thrown away."""
+    model = wrap(build(Mixed), FLAGS[flags])
+    optimizer = KFACOptimizer(model, lr=0.05, distributed=DistributedConfig(strategy=Sharded()))
+
+    def backward(step: int, micro: int) -> None:
+        x, y = share(examples(step, micro), [6, 6], rank)
+        squares(model(x), y).mean().backward()
+
+    def clip_early(step: int) -> None:
+        for micro, clip in enumerate(clips):
+            backward(step, micro)
+            if clip:
+                optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1 and clips:
+            with pytest.raises(RuntimeError, match="Call clip_grad_norm_ after the last backward of a step"):
+                clip_early(step)
+            optimizer.zero_grad()
+        backward(step, 2)
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("flags", ["bare", "DDP"])
+@pytest.mark.parametrize("clips", [["clip", ""], ["clip", "clip"]], ids=["once", "twice"])
+def test_a_backward_after_clipping_is_refused_and_leaves_the_run_as_it_was(
+    two_ranks: Ranks, flags: str, clips: list[str]
+) -> None:
+    assert_identical(two_ranks.run(refused, flags, clips), two_ranks.run(refused, flags, []))
+
+
+def refused_on_one(rank: int) -> str:
+    """On rank 1 alone a backward comes after the call."""
+    model, (x, y) = build(Mixed), examples(0)
+    optimizer = KFACOptimizer(model, lr=0.05, distributed=DistributedConfig(strategy=Sharded()))
+    squares(model(x), y).mean().backward()
+    optimizer.clip_grad_norm_(0.1)
+    if rank == 1:
+        squares(model(x), y).mean().backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_all_ranks_are_told_of_a_backward_that_one_of_them_has_after_clipping(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(refused_on_one):
+        assert "step() with gradients that came after clip_grad_norm_()" in told
+
+
+def dropped(rank: int) -> list[torch.Tensor]:
+    """In the second step what was clipped is thrown away by the model, which tells nobody."""
+    model = build(Mixed)
+    optimizer = KFACOptimizer(model, lr=0.05, distributed=DistributedConfig(strategy=Sharded()))
+    for step in range(3):
+        for micro in range(2 if step == 1 else 1):
+            model.zero_grad()
+            x, y = share(examples(step, micro), [6, 6], rank)
+            squares(model(x), y).mean().backward()
+            optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_gradients_that_the_model_has_dropped_since_are_no_reason_to_refuse(two_ranks: Ranks) -> None:
+    one, other = two_ranks.run(dropped)
+    assert_identical(one, other)

@@ -99,3 +99,46 @@ def test_sparse_gradients_are_refused_where_they_have_owners(two_ranks: Ranks) -
 def test_sparse_gradients_train_where_the_choice_falls_on_replicas(two_ranks: Ranks) -> None:
     for told in two_ranks.run(with_sparse_gradients, Auto(candidates=(Replicated(), Sharded()))):
         assert told == "trained"
+
+
+class Spectral(nn.Module):
+    """A Fourier layer, whose weight is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) @ self.weight, n=6)
+
+
+def with_complex_parameters(_: int, strategy: Strategy | Auto) -> list[torch.Tensor] | str:
+    torch.manual_seed(0)  # on all ranks, whose gradients are then their mean
+    model = nn.Sequential(nn.Linear(6, 6), Spectral(), nn.Linear(6, 2))
+    optimizer = KFACOptimizer(model, lr=0.1, distributed=DistributedConfig(strategy=strategy))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        try:
+            optimizer.step()
+        except NotImplementedError as error:
+            return str(error)
+    return [param.detach() for param in model.parameters()]
+
+
+def test_complex_parameters_are_refused_by_name_where_they_have_owners(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(with_complex_parameters, Sharded()):
+        assert "'1.weight' is torch.complex64" in told
+        assert "torch.view_as_complex of it, or use Replicated()" in told
+
+
+@pytest.mark.parametrize("strategy", [Replicated(0.5), Auto(candidates=(Replicated(0.5), Sharded()))], ids=str)
+def test_complex_parameters_train_beside_layers_that_one_rank_preconditions(
+    two_ranks: Ranks, strategy: Strategy | Auto
+) -> None:
+    for ours, theirs in zip(
+        two_ranks.run(with_complex_parameters, strategy),
+        two_ranks.run(with_complex_parameters, Replicated()),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)

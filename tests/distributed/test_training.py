@@ -3,12 +3,28 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.ranks import Ranks
-from helpers.training import EMPTY, EVEN, NETS, UNEVEN, Case, Split, build, check, on_rank, wrap
+from helpers.training import (
+    EMPTY,
+    EVEN,
+    NETS,
+    UNEVEN,
+    Case,
+    Split,
+    build,
+    check,
+    close,
+    examples,
+    on_rank,
+    share,
+    squares,
+    wrap,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from kfac_optim import (
     EKFAC,
@@ -259,3 +275,43 @@ def test_a_rank_outside_the_group_is_told_so_when_its_optimizer_is_built(two_ran
 def test_a_scaler_that_is_not_named_is_found_where_ranks_see_other_gradients(two_ranks: Ranks) -> None:
     case = Case(strategy=Sharded(), scaler="handed")
     check(case, two_ranks.run(on_rank, case))
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+
+NAMES = ("0", "scale", "scale")  # one that a layer has, and one twice
+
+
+def beside_the_model(rank: int, strategy: Strategy | None) -> list[Tensor]:
+    """Train two layers, and parameters that belong to no layer and have been given these names."""
+    net = build(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
+    beside = [nn.Parameter(torch.zeros(2).double()) for _ in NAMES]
+    groups = [list(net.named_parameters()), *([named] for named in zip(NAMES, beside, strict=True))]
+    optimizer = KFACOptimizer(
+        [{"params": group} for group in groups],
+        lr=0.1,
+        damping=0.1,
+        model=net,
+        distributed=False if strategy is None else DistributedConfig(strategy=strategy),
+    )
+    for step in range(4):
+        x, y = examples(step) if strategy is None else share(examples(step), [6, 6], rank)
+        optimizer.zero_grad()
+        output = net(x) + sum(number * param for number, param in enumerate(beside, 1))
+        squares(output, y).mean().backward()
+        if isinstance(strategy, Replicated):
+            for param in (*net.parameters(), *beside):
+                assert param.grad is not None
+                dist.all_reduce(param.grad, dist.ReduceOp.SUM)
+                param.grad /= 2
+        optimizer.step()
+    return [param.detach() for param in (*net.parameters(), *beside)]
+
+
+@pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+def test_parameters_beside_the_model_may_have_names_that_are_taken(two_ranks: Ranks, strategy: Strategy) -> None:
+    expected = beside_the_model(0, None)
+    for found in two_ranks.run(beside_the_model, strategy):
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            close(ours, theirs, f"parameter {number}", 1e-12)

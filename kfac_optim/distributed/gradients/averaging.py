@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +46,8 @@ class AveragingCheck:
     def norm(self, params: Sequence[nn.Parameter]) -> float | None:
         """Return the norm of those gradients here; None if there can be none, or they were compared often enough."""
         unseen, chosen = self._unseen(params)
-        gradients = [grad.double() for param in chosen if (grad := param.grad) is not None]
+        found = [grad for param in chosen if (grad := param.grad) is not None]
+        gradients = [grad.to(torch.promote_types(grad.dtype, torch.float64)) for grad in found]  # which may be complex
         if not chosen or self._left[unseen] == 0 or (not gradients and unseen is _Unseen.OUTSIDE):
             return None
         self._left[unseen] -= bool(gradients)  # where others have some, this rank is to say that it has none

@@ -1,4 +1,4 @@
-"""Were gradients changed in place between backward and step, where each rank has the mean of some of them alone?"""
+"""Were gradients changed between backward and step, where each rank has the mean of some of them alone?"""
 
 import weakref
 from collections.abc import Sequence
@@ -48,3 +48,37 @@ class EditWatch:
 
     def _arrived(self, _param: Tensor) -> None:
         after_backward(weakly(self.note))
+
+
+class LateGradients:
+    """Notices gradients that a backward adds after the norm of all was taken, and before the step.
+
+    Attributes:
+        found: whether there are some.
+    """
+
+    def __init__(self) -> None:
+        self.found = self._listens = False
+        self._params: list[nn.Parameter] = []
+        self._handles: list[Handle] = []
+
+    def begin(self, params: Sequence[nn.Parameter]) -> None:
+        """Listen to the gradients of these until `end`."""
+        trained = [param for param in params if param.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._params)):
+            for handle in self._handles:
+                handle.remove()
+            self._params, self._handles = trained, [on_accumulated(param, weakly(self._arrived)) for param in trained]
+        self._listens = True
+
+    def end(self) -> None:
+        """Take notice that the gradients were dropped, or that no step will use them."""
+        self.found = self._listens = False
+
+    def begin_forward(self) -> None:
+        """Take notice that a forward of the model begins: by then gradients may have been dropped unseen."""
+        if self._listens and all(param.grad is None for param in self._params):
+            self.end()
+
+    def _arrived(self, _param: Tensor) -> None:
+        self.found |= self._listens
