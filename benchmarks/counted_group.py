@@ -36,7 +36,7 @@ from kfac_optim.distributed.communication import consensus
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.gradients.ddp import OwnersHook
-from kfac_optim.distributed.gradients.flow import ShardedGradients
+from kfac_optim.distributed.gradients.sharded_gradients import ShardedGradients
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 

@@ -16,10 +16,11 @@ from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.gradients.edits import EditWatch, LateGradients
-from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
+from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients.grid import mesh_of
 from kfac_optim.distributed.gradients.joining import Joining
+from kfac_optim.distributed.gradients.sharded_gradients import ShardedGradients
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows, ranks_alike
 from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.optimizer_view import OptimizerView
@@ -178,12 +179,12 @@ class DistributedExecutor(Executor):
         views = wrapper is not None and wrapper.gradient_as_bucket_view
         in_place = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
         edited = Edit.ADDED if self._wrappers.adds_to_mean() else Edit.IN_PLACE if in_place else Edit.NONE
-        call = self._called("step()")
+        call = self._late.named("step()")
         verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=edited, call=call)
         assert self.plan is not None, "the vote makes a plan"
         assert self.planned is not None, "the vote makes a plan"
         sharded = isinstance(self.plan.strategy, Sharded)
-        self._refuse_late()
+        self._late.refuse()
         if sharded:
             _refuse_sparse(trained)
         if verdict.finite and verdict.norm is not None and not sharded:
@@ -244,8 +245,8 @@ class DistributedExecutor(Executor):
     def grad_norm(self, trained: Trained, norm_type: float) -> Tensor:
         """Return the norm of all gradients together, `[]`, once they are the mean; a collective."""
         self._describe(trained)
-        self._vote(call=self._called("clip_grad_norm_()"))
-        self._refuse_late()
+        self._vote(call=self._late.named("clip_grad_norm_()"))
+        self._late.refuse()
         self.gradients.reduce()
         if isinstance(self.gradients, ShardedGradients):
             self._late.begin(trained.params)
@@ -269,20 +270,6 @@ class DistributedExecutor(Executor):
         for mesh in {mesh_of(param) for param in owned}:  # torch takes those of one mesh at once
             nn.utils.clip_grads_with_norm_([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
         self._edits.note()
-
-    def _called(self, call: str) -> str:
-        """Say what a vote is for, so that all ranks raise where one rank refuses the gradients."""
-        return f"{call} with gradients that came after clip_grad_norm_()" if self._late.found else call
-
-    def _refuse_late(self) -> None:
-        """Refuse gradients that were added to the mean on its owner, and on other ranks to their own; after a vote."""
-        if self._late.found:
-            raise RuntimeError(
-                "kfac_optim: a backward has added to the gradients after optimizer.clip_grad_norm_(). Under Sharded() "
-                "that brings the mean of each gradient to one process, and what is added afterwards is not averaged "
-                "with it. Call clip_grad_norm_ after the last backward of a step. To go on from here call "
-                "optimizer.zero_grad(), which drops these gradients."
-            )
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         check_rank(to, dist.get_world_size(self.ranks.group))

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_optim import Background, ExactGGN, KFACOptimizer, LevenbergMarquardt, MonteCarlo, QuadraticModel, Together
 from kfac_optim.blocks.shadow import make_shadow
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
-from kfac_optim.distributed.gradients.flow import _set_gradient
+from kfac_optim.distributed.gradients.sharded_gradients import _set_gradient
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.step.refresh_schedules import Refresh
 

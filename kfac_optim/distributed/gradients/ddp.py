@@ -18,7 +18,7 @@ from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import filled_up
 from kfac_optim.distributed.gradients.continuation import continued, continues_at_once
 from kfac_optim.distributed.gradients.deliveries import Segment
-from kfac_optim.distributed.gradients.flow import ShardedGradients
+from kfac_optim.distributed.gradients.sharded_gradients import ShardedGradients
 from kfac_optim.utils.autograd import in_backward, on_gradient
 from kfac_optim.utils.hooks import PicklableHook, call_if_there
 

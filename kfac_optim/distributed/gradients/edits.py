@@ -80,5 +80,19 @@ class LateGradients:
         if self._listens and all(param.grad is None for param in self._params):
             self.end()
 
+    def named(self, call: str) -> str:
+        """Say what a vote is for, so that all ranks raise where one rank refuses the gradients."""
+        return f"{call} with gradients that came after clip_grad_norm_()" if self.found else call
+
+    def refuse(self) -> None:
+        """Refuse gradients that were added to the mean on its owner, and on other ranks to their own; after a vote."""
+        if self.found:
+            raise RuntimeError(
+                "kfac_optim: a backward has added to the gradients after optimizer.clip_grad_norm_(). Under Sharded() "
+                "that brings the mean of each gradient to one process, and what is added afterwards is not averaged "
+                "with it. Call clip_grad_norm_ after the last backward of a step. To go on from here call "
+                "optimizer.zero_grad(), which drops these gradients."
+            )
+
     def _arrived(self, _param: Tensor) -> None:
         self.found |= self._listens

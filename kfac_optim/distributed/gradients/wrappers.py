@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.distributed.communication.launches import Launch
 from kfac_optim.distributed.gradients.ddp import OwnersHook
-from kfac_optim.distributed.gradients.flow import ShardedGradients
+from kfac_optim.distributed.gradients.sharded_gradients import ShardedGradients
 
 
 class Wrappers:
