@@ -324,7 +324,6 @@ class KFACOptimizer(JoinableOptimizer):
             self._scaler,
             self._warnings,
         )
-        self._window.ascends = any(group["maximize"] for group in self.param_groups)
         refresher = choosing.refresher_of(executor, refresh)
         self._engine = engine.Engine(choices, self._window, executor, refresher, self._objective)
         self._binding.start(group_of(self.param_groups))
@@ -826,7 +825,6 @@ class KFACOptimizer(JoinableOptimizer):
 
     def _take_on_groups(self) -> None:
         """Take on param groups that were put in the place of others, as by tools that resume a run."""
-        self._window.ascends = any(group["maximize"] for group in self.param_groups)
         if not self._binding.knows(self.param_groups):
             group_checks.check_names(self.param_groups)
             self._binding.bind(group_of(self.param_groups))

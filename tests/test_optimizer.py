@@ -330,6 +330,84 @@ def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
+class Weighed(nn.Module):
+    """Two layers, and a weight of the loss that is to grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.weight = mlp(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    ("ascending", "descending", "layers_sign"), [("weight", "net", 1), ("net.2", "net.0", 1), ("net.2", "net.0", -1)]
+)
+def test_a_group_that_ascends_beside_others_leaves_the_statistics_of_a_named_loss_as_they_are(
+    ascending: str, descending: str, layers_sign: int
+) -> None:
+    """In a game of two layers none of them loses its statistics, whatever the sign of the loss."""
+    ends = []
+    for maximize in (True, False):
+        torch.manual_seed(0)
+        model, criterion = Weighed(), nn.MSELoss()
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [param for name, param in named if name.startswith(ascending)], "maximize": maximize},
+            {"params": [param for name, param in named if name.startswith(descending)]},
+        ]
+        optimizer = KFACOptimizer(groups, lr=0.0, model=model, estimate=ExactGGN(criterion), **FREQUENT)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = model.weight * criterion(model(batch(step)), torch.ones(8, 3, dtype=torch.float64))
+            (loss * (layers_sign if maximize else 1)).backward()
+            optimizer.step()
+        ends.append(optimizer.factors())
+    assert None not in ends[0]["net.0"]
+    assert_identical(*ends)
+
+
+def as_a_copy(model: nn.Module, optimizer: KFACOptimizer, criterion: nn.Module) -> Any:
+    return copy.deepcopy((model, optimizer, criterion))
+
+
+def as_loaded(model: nn.Module, optimizer: KFACOptimizer, criterion: nn.Module) -> Any:
+    twin = copy.deepcopy(model)
+    again = KFACOptimizer(twin, estimate=ExactGGN(criterion), lr=0.1, **FREQUENT)
+    again.load_state_dict(optimizer.state_dict())
+    return twin, again, criterion
+
+
+def as_edited(model: nn.Module, optimizer: KFACOptimizer, criterion: nn.Module) -> Any:
+    for maximize in (False, True):
+        optimizer.param_groups[0]["maximize"] = maximize
+        optimizer.zero_grad()
+    optimizer.param_groups[0]["maximize"] = False
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["maximize"] = True
+    return model, optimizer, criterion
+
+
+@pytest.mark.parametrize("turn", [as_a_copy, as_loaded, as_edited])
+def test_a_backward_goes_by_the_sign_that_the_groups_have_then(turn: Callable[..., Any]) -> None:
+    """Of a loop that zeroes gradients at the end of a step, so that nothing looks at the groups before."""
+    ends = []
+    for turns in (False, True):
+        model, criterion = mlp(), nn.MSELoss()
+        groups = [{"params": list(model.parameters()), "maximize": True}]
+        optimizer = KFACOptimizer(groups, model=model, estimate=ExactGGN(criterion), lr=0.1, **FREQUENT)
+        for step in range(4):
+            if turns and step == 2:
+                model, optimizer, criterion = turn(model, optimizer, criterion)
+            output = model(batch(step))
+            (-criterion(output, torch.ones_like(output))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(optimizer.factors())
+    assert_identical(*ends)
+
+
 def test_a_tensor_learning_rate_takes_the_steps_of_a_number() -> None:
     model, twin = mlp(), mlp()
     tensor = torch.tensor(0.1, dtype=torch.float64)

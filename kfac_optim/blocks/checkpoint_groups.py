@@ -1,6 +1,7 @@
 """The part of a checkpoint that is torch's own: param groups and momentum, and whose checkpoint it is."""
 
-from collections.abc import Hashable, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -142,6 +143,28 @@ def completed(saved: Sequence[Group], present: Sequence[Group], keys: Sequence[s
     return found
 
 
+def check_together(completed: Sequence[Group], present: Sequence[Group], check: Callable[[list[Any]], object]) -> None:
+    """Raise ValueError where the checkpoint's numbers do not go together, or not with the choices of the optimizer.
+
+    Args:
+        completed: the checkpoint's param groups, with all numbers.
+        present: the optimizer's, as many.
+        check: raises for param groups that cannot be stepped.
+    """
+    try:
+        check([{**ours, **theirs, "params": ours["params"]} for theirs, ours in zip(completed, present, strict=True)])
+    except ValueError as error:
+        problem = str(error).removeprefix("kfac_optim: ").removesuffix(".")
+        place = re.search(r"param group (\d+)", problem)
+        i = 0 if place is None else int(place[1])
+        named = [key for key in present[i] if re.search(rf"\b{key}\b", problem)]
+        key = next((key for key in named if completed[i][key] != present[i][key]), "momentum")
+        raise _refusal(
+            f"{problem}. These numbers are the checkpoint's, and loading puts them in the place of the optimizer's: "
+            f"change them there, as by checkpoint['param_groups'][{i}][{key!r}] = optimizer.param_groups[{i}][{key!r}]"
+        ) from None
+
+
 def by_number(states: Mapping[Any, Any], ids: Sequence[Hashable]) -> dict[Any, Any]:
     """Give the states by the numbers in `ids`, of which JSON makes strings.
 
@@ -182,7 +205,7 @@ def check_parameter_state(state: object, param: nn.Parameter, name: str, *, cove
         raise _refusal(f"'state' of {name!r} is {described(state)}, not a dict")
     for key in (MOMENTUM, SECOND_MOMENT, AVERAGE, ITERATE):
         if state.get(key) is not None:
-            rule = value_checks.not_negative if key == SECOND_MOMENT else value_checks.finite
+            rule = value_checks.squares if key == SECOND_MOMENT else value_checks.finite
             _check_tensor(state[key], param, f"{key!r} of {name!r} is", rule, covered=covered)
     if SECOND_MOMENT in state and not _is_count(state.get(ADAM_STEPS)):
         raise _refusal(

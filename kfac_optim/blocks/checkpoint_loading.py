@@ -69,7 +69,7 @@ def read(
         return state_dict, Incoming()  # torch's own message is next
     whose = checkpoint_groups.origin(state_dict, keys)
     completed = checkpoint_groups.completed(saved, groups, keys, whose)
-    check_groups([{**ours, **theirs, "params": ours["params"]} for theirs, ours in zip(completed, groups, strict=True)])
+    checkpoint_groups.check_together(completed, groups, check_groups)
     ids = [i for group in saved for i in group["params"]]
     params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
     checkpoint_groups.check_repeats(ids, params)

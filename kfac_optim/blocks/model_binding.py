@@ -24,6 +24,7 @@ from kfac_optim.blocks.selection import ModuleNames
 from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.sharded_params import refuse_flat
 
 UNACCOUNTED = "only a part of its gradient comes by calls that are captured"
@@ -87,6 +88,7 @@ class ModelBinding:
         self._hooks = ModuleHooks(window, took, self._grow_within)
         self._functional = FunctionalUses(window, self._claim, took, self._before_forward)
         window.listener = self._functional
+        window.signs = weakly(self._signs)
 
     # -- the model ---------------------------------------------------------------------------------------------
 
@@ -312,6 +314,10 @@ class ModelBinding:
         """Follow the products with the matrix of a block from now on, if that was so when its state was saved."""
         if state is not None and state.get("follows_uses"):
             self._functional.derivatives.begin([block])
+
+    def _signs(self) -> set[bool]:
+        """Return the values of `maximize` that the param groups of the blocks have now."""
+        return {group["maximize"] for block in self.coverage.blocks for group in block.groups}
 
     # -- finding and building ----------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ class CaptureWindow(Ledger):
             the loss.
         terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
-        ascends: whether the steps ascend, so that the loss which is minimised is the negative of that of the backward.
+        signs: returns the values of `maximize` that the layers' param groups have now; where they all ascend, the loss
+            which is minimised is the negative of that of the backward.
         source: the number of the process whose examples this one sees, for the same use.
         graphs: what compiled graphs tell.
         outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.
@@ -63,7 +64,7 @@ class CaptureWindow(Ledger):
         self.call_nobody()
         self.roots = Roots()
         self.modes = ModeStack()
-        self.capturing = self.idle = self.aside = self.ascends = False
+        self.capturing = self.idle = self.aside = False
         self.hooked_layers = "0"  # a text, as graphs take a number that has changed for one that may be any
         self.scaled = False
         self.probe = ScaleProbe()
@@ -81,6 +82,7 @@ class CaptureWindow(Ledger):
         self.terms: TermObserver | None = None
         self.outside: Callable[[], None] | None = None
         self.terms_of: Callable[[Any], int | None] | None = None
+        self.signs: Callable[[], set[bool]] = set
 
     def hooked(self) -> Collection[LayerHooks]:
         """Give the hooks that are put on layers now."""

@@ -265,11 +265,24 @@ class _Weighed:
             return
         for root in _forwards(self._behind):
             root.by_criterion = True
-        factor = -gradient.detach() if window.ascends else gradient.detach()
+        factor = _as_minimised(gradient.detach(), window.signs())
         if self._term.factor is None:
             self._term.factor = factor
         elif not window.is_stale() or (on_host(factor) and not torch.equal(factor, self._term.factor)):
             window.tally.repeated = True
+
+
+def _as_minimised(factor: Tensor, signs: set[bool]) -> Tensor:
+    """Return what the loss that is minimised multiplies a term by.
+
+    Args:
+        factor: what the loss of the backward multiplies it by.
+        signs: whether layers ascend. Where some do and some do not, no sign is right for all of them, and each term
+            counts by its size.
+    """
+    if len(signs) > 1:
+        return factor.abs()
+    return -factor if True in signs else factor
 
 
 class _Observed:

@@ -29,7 +29,8 @@ class CriterionTerm:
         outputs: what the criterion reads, detached, the examples along the first dimension; empty where `change` is not
             going to be asked for.
         divisor: `M_c`: terms that the criterion takes the mean of; 1 where it sums.
-        factor: `f_c` `[]`, once the backward has come to the call's output; its negative where the steps ascend.
+        factor: `f_c` `[]`, once the backward has come to the call's output; its negative where all layers
+            ascend, its size where some do.
         counts: which terms count by their targets, shaped as `Likelihood.used` has it; None where all do.
     """
 

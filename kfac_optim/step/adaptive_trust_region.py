@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.step.inner_step import keep_momentum
+from kfac_optim.blocks.state_keys import MOMENTUM
 from kfac_optim.step.scalars import (
     Scalar,
     bounded,
@@ -135,10 +135,10 @@ def _keep_directions(proposal: Proposal, direction: Direction) -> None:
     for each in without:
         for idle in (param for param in each["params"] if param.grad is None):
             if (before := proposal.momentum(idle)) is not None:
-                keep_momentum(proposal.state[idle], _kept(proposal, idle, each, torch.zeros_like(before)))
+                proposal.state[idle][MOMENTUM] = _kept(proposal, idle, each, torch.zeros_like(before))
     for param, group in covered_here(proposal):
         if group["momentum"] == 0 and param in direction:
-            keep_momentum(proposal.state[param], _kept(proposal, param, group, direction[param]))
+            proposal.state[param][MOMENTUM] = _kept(proposal, param, group, direction[param])
 
 
 def _kept(proposal: Proposal, param: nn.Parameter, group: Group, part: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ def sgd_step(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: 
     which takes one call for all of them and rounds a little differently, unless the group says how they should go.
     """
     numbers = {**group, **sized.sgd(group)}
+    if isinstance(numbers["weight_decay"], Tensor):  # torch takes it as `alpha`, which must be `[]`
+        numbers["weight_decay"] = numbers["weight_decay"].reshape(())
     # Where weight decay is part of the curvature, it is in the direction already.
     of_direction = {**numbers, "weight_decay": 0.0} if group["l2_in_curvature"] else numbers
     may_fuse = numbers["foreach"] is None and numbers["fused"] is None
@@ -96,12 +98,17 @@ def _update(pairs: Sequence[Pair], numbers: Mapping[str, Any], state: State, fin
         maximize=numbers["maximize"],
     )
     for param, buffer in zip(params, buffers, strict=False):
-        keep_momentum(state[param], buffer)
+        state[param][MOMENTUM] = buffer
 
 
-def keep_momentum(held: MutableMapping[str, Any], momentum: Tensor | None) -> None:
-    """Keep momentum that is no mean of gradients; the marks that `SelectedUpdates` gives a mean go with the mean."""
-    held[MOMENTUM] = momentum
-    if isinstance(held.get(ADAM_STEPS), Tensor):
-        for key in (ADAM_STEPS, SECOND_MOMENT, PREFERENCE):
-            held.pop(key, None)
+def take_on_means(groups: Sequence[Group], state: State) -> None:
+    """Go on from means of gradients that `SelectedUpdates` has left, as from torch's momentum, without their marks."""
+    for group in groups:
+        for param in group["params"]:
+            held = state.get(param, {})
+            if not isinstance(held.get(ADAM_STEPS), Tensor):
+                continue
+            for key in (ADAM_STEPS, SECOND_MOMENT, PREFERENCE):
+                held.pop(key, None)
+            if group["maximize"] and held.get(MOMENTUM) is not None:  # torch's momentum is of the negative gradient
+                held[MOMENTUM] = -held[MOMENTUM]

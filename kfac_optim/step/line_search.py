@@ -84,7 +84,7 @@ class LineSearch(StepSize):
         loss = proposal.closure
         assert loss is not None, "LineSearch.needs_closure has the optimizer ask for one"
         direction = {
-            param: regularised(param, group).clone()
+            param: regularised(param, group).to(param.dtype, copy=True)  # `grad_dtype` may be another
             for group in proposal.groups
             for param in group["params"]
             if param.grad is not None

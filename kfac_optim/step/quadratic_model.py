@@ -73,7 +73,7 @@ class QuadraticModel(StepSize):
         objective = proposal.objective
         assert objective is not None
         gradient = {
-            param: regularised(param, group)
+            param: regularised(param, group).to(param.dtype)  # `grad_dtype` may be another
             for group in proposal.groups
             for param in group["params"]
             if param.grad is not None

@@ -54,7 +54,7 @@ def penalty(groups: Iterable[Group], values: Mapping[nn.Parameter, Tensor]) -> f
     for group in groups:
         if eta := l2(group):
             held = [values[param] for param in group["params"] if param in values]
-            total += sum(float(value.detach().double().square().sum()) for value in held) * eta / 2
+            total += sum(float(value.detach().abs().double().square().sum()) for value in held) * eta / 2
     return total
 
 

@@ -35,6 +35,11 @@ def measured(tensor: Tensor) -> str | None:
     return "negative" if bool((tensor < 0).any()) else None
 
 
+def squares(tensor: Tensor) -> str | None:
+    """Refuse negative numbers and NaN: of averages of squares an element may have overflowed, as in torch's Adam."""
+    return "not a number" if bool(tensor.isnan().any()) else measured(tensor)
+
+
 def share(tensor: Tensor) -> str | None:
     """Refuse shares beyond 0 and 1."""
     return not_negative(tensor) or ("above 1" if bool((tensor > 1).any()) else None)

@@ -1,6 +1,7 @@
 """Checkpoints of other optimizers: SGD's is a warm start, the others are refused as what they are."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from helpers.plain import assert_identical, clones, mlp, snapshot, train
 from torch import nn
 
-from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer, SelectedUpdates
+from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer, LineSearch, SelectedUpdates
 
 
 def saved_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> dict[str, Any]:
@@ -54,6 +55,37 @@ def test_a_checkpoint_of_sgd_without_momentum_is_one_too() -> None:
         optimizer.load_state_dict(saved_by(lambda params: sgd(params, momentum=0.0)))
     assert optimizer.param_groups[0]["momentum"] == 0.0
     assert optimizer.param_groups[0]["damping"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "message"),
+    [
+        ({"momentum": 0.0}, {"momentum": 0.9, "step_size": SelectedUpdates()}, "SelectedUpdates .* got momentum=0"),
+        ({"weight_decay": 0.0}, {"step_size": LineSearch()}, "LineSearch .*: momentum of param group 1 must be 0"),
+        ({"momentum": 0.0}, {"step_size": LineSearch()}, "weight_decay=0.01 of param group 1 is no part of the loss"),
+    ],
+)
+def test_numbers_of_a_checkpoint_that_do_not_go_with_the_step_size_are_refused_with_a_remedy_that_works(
+    theirs: dict[str, Any], ours: dict[str, Any], message: str
+) -> None:
+    """Only the second param group of the checkpoint has such numbers."""
+    bad = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **theirs}
+    good = {"momentum": ours.get("momentum", 0.0), "weight_decay": 0.0}
+    halves = [list(mlp()[i].parameters()) for i in (0, 2)]
+    saved = torch.optim.SGD([{"params": halves[0], **good}, {"params": halves[1]}], **bad).state_dict()
+    model = mlp()
+    groups = [{"params": list(model[i].parameters())} for i in (0, 2)]
+    optimizer = KFACOptimizer(groups, model=model, lr=0.01, **ours)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=f"the checkpoint cannot be loaded: {message}") as error:
+        optimizer.load_state_dict(saved)
+    assert_identical(snapshot(optimizer), before)
+    assert "Nothing has been changed." in str(error.value)
+    (remedy,) = re.findall(r"as by (checkpoint\S+ = \S+\])", str(error.value))
+    exec(remedy, {"optimizer": optimizer, "checkpoint": saved})
+    with pytest.warns(UserWarning, match=r"is of torch\.optim\.SGD"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[1]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("inverse", [Cholesky(), EKFAC()], ids=repr)

@@ -54,6 +54,14 @@ def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any]
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), SelectedUpdates()], ids=repr)
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_weight_decay_may_be_a_tensor_of_shape_1(step_size: Any, foreach: bool | None) -> None:
+    decays = torch.tensor([0.1]), torch.tensor(0.1)
+    one, other = (trained(foreach, lr=0.1, momentum=0.9, weight_decay=decay, step_size=step_size) for decay in decays)
+    assert all(map(torch.equal, one, other))
+
+
 def test_a_fused_step_without_gradients_changes_nothing() -> None:
     model = nn.Linear(3, 2)
     before = [param.detach().clone() for param in model.parameters()]

@@ -10,7 +10,7 @@ from helpers.oracles import assert_same
 from helpers.plain import batch, clones, mlp
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LevenbergMarquardt, LineSearch, SampleSpace
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LevenbergMarquardt, LineSearch, QuadraticModel, SampleSpace
 
 Closure = Callable[[], Tensor]
 
@@ -267,6 +267,47 @@ def test_weight_decay_that_is_part_of_the_curvature_is_part_of_the_loss_that_is_
     for _ in range(60):
         optimizer.step(closure)
     assert_same(model.weight, ridge.T, rtol=1e-5)
+
+
+def test_complex_parameters_are_searched_with_their_imaginary_part() -> None:
+    """The penalty alone is lowest at zero, which is one whole step away."""
+    model = nn.ParameterList([torch.full((3,), 1j, dtype=torch.complex128)])
+    options = {"weight_decay": 1.0, "l2_in_curvature": True, "step_size": LineSearch()}
+    with pytest.warns(UserWarning, match="nothing is preconditioned"):
+        optimizer = KFACOptimizer(model, lr=1.0, **options)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = 0 * model[0].abs().square().sum()
+        loss.backward()
+        return loss.detach()
+
+    optimizer.step(closure)
+    assert optimizer.metrics()["step_length"] == 1
+    assert not model[0].any()
+
+
+@pytest.mark.parametrize("step_size", [LineSearch(), QuadraticModel()], ids=repr)
+def test_gradients_may_have_a_dtype_of_their_own(step_size: Any) -> None:
+    model, criterion = mlp(dtype=torch.float32), nn.MSELoss()
+    model[2].weight.grad_dtype = torch.bfloat16
+    options = {"estimate": ExactGGN(criterion), "step_size": step_size, "skip_layers": ["2"]}
+    optimizer = KFACOptimizer(model, lr=0.1, **options)
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(batch(dtype=torch.float32)), torch.ones(8, 3))
+        loss.backward()
+        losses.append(loss.item())
+        return loss.detach()
+
+    before = model[2].weight.detach().clone()
+    for _ in range(2):
+        optimizer.step(closure)
+    assert model[2].weight.dtype == torch.float32
+    assert not torch.equal(model[2].weight, before)
+    assert closure() < losses[0]
 
 
 def test_the_default_goes_on_from_its_checkpoint_with_a_region_of_its_own() -> None:

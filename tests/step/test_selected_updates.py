@@ -298,6 +298,7 @@ def damaged(name: str, value: Any) -> dict[str, Any]:
     ("name", "value", "message"),
     [
         ("exp_avg_sq", torch.full((5,), -1.0), r"'exp_avg_sq' of 'scale' is negative"),
+        ("exp_avg_sq", torch.full((5,), torch.nan), r"'exp_avg_sq' of 'scale' is not a number"),
         ("exp_avg_sq", torch.zeros(4), r"'exp_avg_sq' of 'scale' is \[4\], here \[5\]"),
         ("step", 3, r"'step' of 'scale' is .*must be a tensor \[\] of a number from 0 on"),
         ("step", torch.tensor(-1.0), r"'step' of 'scale' is .*must be a tensor \[\] of a number from 0 on"),
@@ -306,6 +307,18 @@ def damaged(name: str, value: Any) -> dict[str, Any]:
 def test_a_damaged_checkpoint_is_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KFACOptimizer(Scaled(), **OPTIONS).load_state_dict(damaged(name, value))
+
+
+def test_a_square_that_has_overflowed_is_read_again() -> None:
+    params = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2)]
+    optimizer, again = (KFACOptimizer([param], **OPTIONS) for param in params)
+    params[0].grad = torch.tensor([3e4, 1.0], dtype=torch.float16)
+    with pytest.warns(UserWarning, match="takes the plain AdamW step"):
+        optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg_sq"].isinf().tolist() == [True, False]
+    assert params[0].isfinite().all()
+    again.load_state_dict(optimizer.state_dict())
+    assert_identical(again.state[params[1]], optimizer.state[params[0]])
 
 
 def test_a_compiled_model_trains_alike() -> None:
@@ -389,6 +402,28 @@ def test_momentum_of_another_rule_is_not_taken_for_a_mean(other: str, maximize: 
         moved = (values[name] - param.detach()) * (-1 if maximize else 1)
         assert (moved * param.grad).sum() > 0, name
         assert moved.abs().max() < 1.5, name
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_mean_is_taken_for_momentum_of_the_same_sign_when_the_step_ascends(momentum: float) -> None:
+    ends = []
+    for maximize in (False, True):
+        sign = -1 if maximize else 1
+        model = Scaled()
+        options = {"lr": 0.01, "momentum": 0.9, "maximize": maximize, "factor_update_period": 1}
+        before = KFACOptimizer(model, step_size=SelectedUpdates(), **options)
+        after = KFACOptimizer(model, inverse=InverseAndRoot(), **options)
+        for step in range(8):
+            optimizer = before if step < 4 else after
+            if step == 4:
+                after.load_state_dict(before.state_dict())
+                after.param_groups[0]["momentum"] = momentum
+            optimizer.zero_grad()
+            (sign * square_loss(model(batch(step)))).backward()
+            optimizer.step()
+        ends.append([param.detach() for param in model.parameters()])
+        assert not any("exp_avg_sq" in held for held in after.state.values())
+    assert_identical(*ends)
 
 
 def test_a_model_that_is_cast_in_mid_training_goes_on() -> None:
