@@ -1,6 +1,5 @@
 """The part of a checkpoint that is torch's own: param groups and momentum, and whose checkpoint it is."""
 
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -155,13 +154,9 @@ def check_together(completed: Sequence[Group], present: Sequence[Group], check: 
         check([{**ours, **theirs, "params": ours["params"]} for theirs, ours in zip(completed, present, strict=True)])
     except ValueError as error:
         problem = str(error).removeprefix("kfac_optim: ").removesuffix(".")
-        place = re.search(r"param group (\d+)", problem)
-        i = 0 if place is None else int(place[1])
-        named = [key for key in present[i] if re.search(rf"\b{key}\b", problem)]
-        key = next((key for key in named if completed[i][key] != present[i][key]), "momentum")
         raise _refusal(
             f"{problem}. These numbers are the checkpoint's, and loading puts them in the place of the optimizer's: "
-            f"change them there, as by checkpoint['param_groups'][{i}][{key!r}] = optimizer.param_groups[{i}][{key!r}]"
+            "change them in checkpoint['param_groups'], which has a dict for each param group"
         ) from None
 
 
