@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kfac_optim.factors.block_diagonal import cut, level_padding
+from kfac_optim.factors.block_diagonal import cut, level_padding, matrix_by_blocks
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.second_moments import gram
 from kfac_optim.specs import LayerSpec, Sketched, Structure
+from kfac_optim.utils.precision import rounding_of_products
 
 # Elements of Jacobians that are held at a time: 64 MiB of float32.
 _CHUNK = 2**24
@@ -94,11 +95,17 @@ class ExampleRows:
 
 
 class RowsByTerm:
-    """Collects the rows of one layer in a step, those of each term and of each gradient of it apart."""
+    """Collects the rows of one layer in a step, those of each term and of each gradient of it apart.
+
+    Attributes:
+        terms: the rows, by term and column.
+        rounding: the largest of `rounding_of_products` of the gradients that they came with.
+    """
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
         self.terms: dict[tuple[int, int], ExampleRows] = {}
+        self.rounding = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.terms)
@@ -123,9 +130,11 @@ class RowsByTerm:
             if index is not None and index.numel() < z.shape[1]:  # the loss reads a part of the batch
                 z, g = z[:, index.flatten()], g[:, index.flatten()]
         rows.uses.append((g, z) if stats.opposed else (z, g))
+        self.rounding = max(self.rounding, rounding_of_products(call.gradient))
 
     def clear(self) -> None:
         self.terms.clear()
+        self.rounding = 0.0
 
 
 class JointStatistics(LayerStatistics):
@@ -183,8 +192,9 @@ class JointStatistics(LayerStatistics):
         self, a_basis: Tensor | None, g_basis: Tensor | None, *, dtype: torch.dtype, per_example: bool
     ) -> Tensor:
         total: Tensor | int = 0
-        for some in self._chunks():
-            turned = some.to(dtype) if g_basis is None else g_basis.mT.unsqueeze(1) @ some.to(dtype)
+        for jacobians in self._chunks():
+            some = matrix_by_blocks(jacobians, self._spec).to(dtype)
+            turned = some if g_basis is None else g_basis.mT.unsqueeze(1) @ some
             turned = turned if a_basis is None else turned @ a_basis.unsqueeze(1)
             total = total + turned.square().sum(1)
         assert isinstance(total, Tensor)

@@ -206,6 +206,12 @@ class Factor:
         held = (self.mass > 0).any()
         return held if self.elsewhere is None else held | (self.elsewhere.mass > 0)
 
+    def held_groups(self) -> Tensor:
+        """Return which groups `held` is true of, `[groups]` bool; `[]` where all have one mass."""
+        held = self.mass > 0
+        held = held if self.elsewhere is None else held | (self.elsewhere.mass > 0)
+        return held.squeeze(-1) if held.dim() > 0 else held
+
     def trace(self) -> Tensor:
         """Return the trace of the whole average, `[groups]`, also if another rank keeps it."""
         if self.elsewhere is not None:

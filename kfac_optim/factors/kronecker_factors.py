@@ -195,6 +195,11 @@ class FactorPair:
         present = [factor for factor in (self.a, self.g) if factor is not None]
         return torch.stack([factor.held() for factor in present]).all()
 
+    def held_groups(self) -> Tensor:
+        """Return which groups `held` is true of, `[groups]` bool; `[]` where all have one mass."""
+        present = [factor for factor in (self.a, self.g) if factor is not None]
+        return torch.stack([factor.held_groups() for factor in present]).all(0)
+
     def tensors(self) -> dict[str, Any]:
         nested: dict[str, Any] = {"refused": self.refused, "refused_in_a_row": self.refused_in_a_row}
         for name, factor in (("A", self.a), ("G", self.g)):

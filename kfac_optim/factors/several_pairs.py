@@ -78,6 +78,9 @@ class SeveralPairs(FactorPair):
     def held(self) -> Tensor:
         return torch.stack([pair.held() for pair in self.members().values()]).any()
 
+    def held_groups(self) -> Tensor:
+        return torch.stack([pair.held_groups() for pair in self.members().values()]).any(0)
+
     def tensors(self) -> dict[str, Any]:
         return {name: pair.tensors() for name, pair in self.members().items()}
 

@@ -9,8 +9,11 @@ from torch import Tensor
 from kfac_optim.capture.calls import Drawn
 from kfac_optim.factors.example_rows import rows_of_examples
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
-from kfac_optim.utils.precision import at_least_float32
+from kfac_optim.utils.precision import at_least_float32, rounding_of_products
 from kfac_optim.utils.sharded_params import whole
+
+# Rounding errors that are allowed for where few bits are kept, in units of the coarsest dtype that took part.
+_ROUNDINGS = 16
 
 
 @dataclass(eq=False)
@@ -94,6 +97,8 @@ class CriterionTerm:
             columns: for each column of `B`, its gradients there.
             residuals: `s`, `[columns, examples]`.
         """
+        # What is narrow behind a layer, as under autocast, rounds the gradients of those before it as well.
+        rounding = _ROUNDINGS * max((rounding_of_products(part) for part in gradients if part is not None), default=0.0)
         for place, part in enumerate(gradients):
             if part is None:
                 continue
@@ -110,7 +115,7 @@ class CriterionTerm:
                 weighed = rows * weights.to(rows.dtype)
                 made += weighed
                 size += weighed.square().sum()
-            allowed = 1e-3 if gradient.dtype is not torch.float64 else 1e-8
+            allowed = max(1e-3 if gradient.dtype is not torch.float64 else 1e-8, rounding)
             if not bool((made - gradient).square().sum() <= allowed**2 * size + torch.finfo(size.dtype).tiny):
                 return False
         return True

@@ -36,7 +36,21 @@ class FactorJob:
         self.state.failed += failed.sum()
         in_a_row[self.side] = torch.where(failed.any(), in_a_row[self.side] + 1, 0)
         self.state.retried += (attempts > 1).sum()
-        return (attempts > 0) & self.state.pair.held()
+        return (attempts > 0) & self.held()
+
+    def held(self) -> Tensor:
+        """Return which groups ever had a sample, `[groups]` bool; the others keep what they began with."""
+        return self.state.pair.held_groups().expand(self.factor.groups)
+
+    def last_measured(self, largest: Tensor) -> Tensor:
+        """Return what stands for each group where it has no new measure, `[groups]`.
+
+        That is the largest of all groups, but 0 for one that has no sample where others have: it has no measure yet.
+        """
+        if self.factor.mass.dim() == 0:
+            return largest.expand(self.factor.groups)
+        held = self.held()
+        return torch.where(held | ~held.any(), largest, 0)
 
 
 J = TypeVar("J", bound=FactorJob)
@@ -134,14 +148,13 @@ def take_largest(usable: Usable, jobs: Sequence[FactorJob], held: Sequence[Tenso
         new: of the groups of all jobs, `[n]`.
     """
     places = [each[job.side] for job, each in zip(jobs, held, strict=True)]
-    groups = [job.factor.groups for job in jobs]
     if usable is not None:
-        kept = torch.cat([place.expand(size) for place, size in zip(places, groups, strict=True)])
+        kept = torch.cat([job.last_measured(place) for job, place in zip(jobs, places, strict=True)])
         new = torch.where(usable, new, kept)
     if len(new) == len(jobs):
         torch._foreach_copy_(places, list(new.unbind()))
     else:
-        torch._foreach_copy_(places, [part.max() for part in torch.split(new, groups)])
+        torch._foreach_copy_(places, [part.max() for part in torch.split(new, [job.factor.groups for job in jobs])])
 
 
 def averages(jobs: Sequence[FactorJob]) -> Tensor:

@@ -19,6 +19,9 @@ from kfac_optim.utils.validation import check_flag, check_integer, check_number
 # Rounding errors that are allowed for where a gradient is compared with the residuals that account for it.
 _ROUNDINGS = 100
 
+# The same of the rows, in units of the coarsest dtype that backward had: few, as a penalty below them is not seen.
+_ROUNDINGS_OF_ROWS = 8
+
 
 class SampleState(InverseState):
     """Holds the rows of one step's examples, and the direction of the last step.
@@ -106,6 +109,9 @@ class SampleSpace(Inverse[SampleState]):
     QR. Above `dense_limit` both of residuals and of parameters it is solved by conjugate gradients, preconditioned by
     Kronecker factors of the same examples.
 
+    A part of the gradient that comes from no residual, such as that of a penalty, is divided by `λ`. It is told from
+    rounding where it is larger: under autocast, or in TensorFloat-32, a penalty far smaller than the loss is left out.
+
     Attributes:
         momentum: `μ`, in [0, 0.999].
         scope: `"joint"`, all layers at once, or `"layer"`, each by itself.
@@ -180,7 +186,8 @@ class SampleSpace(Inverse[SampleState]):
             for state, grad, unit in zip(states, grads, units, strict=True)
         ]
         gradient = [grad.to(dtype) * unit for grad, unit in zip(grads, units, strict=True)]
-        factor, rest = _split(rows, gradient, s, _ROUNDINGS * torch.finfo(grads[0].dtype).eps)
+        of_rows = _ROUNDINGS_OF_ROWS * max(state.rows.rounding for state in states)
+        factor, rest = _split(rows, gradient, s, max(_ROUNDINGS * torch.finfo(grads[0].dtype).eps, of_rows))
         s = s * factor
         system = SampleSystem(rows, least, [grad.shape for grad in grads], self.dense_limit)
         before = [state.direction.to(dtype) / unit for state, unit in zip(states, units, strict=True)]

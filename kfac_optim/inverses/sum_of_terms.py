@@ -141,20 +141,24 @@ def _jobs(state: SumOfTermsState, damping: float) -> list[_PencilJob]:
     by_term = [_shares(pair, damping, state.condition.dtype) for pair in pairs]
     jobs = []
     for side, (factor, one, share), (_, two, other_share) in zip(sides, *by_term, strict=True):
-        first = torch.where(held[0], share.scaled(one), other_share.scaled(two))
+        of_first, of_second = (each.view(-1, *(1,) * (one.dim() - 1)) for each in held)
+        first = torch.where(of_first, share.scaled(one), other_share.scaled(two))
         shift = torch.where(held[0], share.shift, other_share.shift)
-        second = torch.where(held[0] & held[1], other_share.of(two), 0)
+        second = torch.where(of_first & of_second, other_share.of(two), 0)
         jobs.append(_PencilJob(state, side, factor, first, shift, second))
     return jobs
 
 
 def _was_seen(pair: FactorPair) -> Tensor:
-    """Return whether the term had any gradient, `[]` bool.
+    """Return whether the term had any gradient, `[]` bool, or `[groups]` where each has rows of its own.
 
     Where `A` is the identity nothing else tells: ranks add zeros to `G` for what the others see (`FactorPair.age`).
     """
-    held = pair.held()
-    return held & (pair.g.trace() > 0).any() if pair.a is None and pair.g is not None else held
+    held = pair.held_groups()
+    if pair.a is not None or pair.g is None:
+        return held
+    has_gradient = pair.g.trace() > 0
+    return held & (has_gradient if held.dim() > 0 else has_gradient.any())
 
 
 def _shares(pair: FactorPair, damping: float, dtype: torch.dtype) -> list[tuple[Factor, Tensor, Damped]]:
@@ -202,5 +206,5 @@ def _take(jobs: Sequence[_PencilJob]) -> None:
         taken = both.expand(len(frame))
         kept.frame.copy_(torch.where(taken.view(-1, *(1,) * (frame.dim() - 1)), frame, kept.frame))
         kept.ratios.copy_(torch.where(taken.unsqueeze(-1), ratios, kept.ratios))
-        last = job.state.condition[job.side]
+        last = job.last_measured(job.state.condition[job.side])
         job.state.condition[job.side] = torch.where(taken, condition, last).max()

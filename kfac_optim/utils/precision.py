@@ -27,6 +27,19 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def rounding_of_products(tensor: Tensor) -> float:
+    """Return the relative rounding of matrix products that end in a tensor like this one.
+
+    Those of float32 may be made in fewer bits, as TensorFloat-32 has, which leaves no trace in the dtype.
+    """
+    dtype, precision = tensor.dtype, torch.get_float32_matmul_precision()
+    if dtype is torch.float32 and precision == "medium":
+        dtype = torch.bfloat16
+    elif dtype is torch.float32 and precision == "high" and tensor.device.type != "cpu":
+        dtype = torch.float16
+    return torch.finfo(dtype).eps
+
+
 def all_finite(gradients: Sequence[Tensor], joins: Joins | None = None) -> bool:
     """Return whether every element is finite, but for those on the meta device. The host waits once.
 

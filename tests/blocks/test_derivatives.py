@@ -13,7 +13,7 @@ from helpers.plain import block, clones
 from torch import Tensor, nn
 from torch.func import functional_call, jacfwd, jacrev, jvp, vmap
 
-from kfac_optim import EKFAC, Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, SampleSpace
+from kfac_optim import EKFAC, BlockDiagonal, Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, SampleSpace, Structure
 from kfac_optim.factors.example_rows import ExampleRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -289,6 +289,28 @@ def test_the_empirical_factors_and_the_second_moments_of_ekfac_are_of_the_jacobi
     assert g is not None
     left, right = (each @ each.mT).sum(0), (each.mT @ each).sum(0)
     assert_same((a[0], g[0]), (right / right.trace(), 5 * left))
+
+
+@pytest.mark.parametrize(("side", "width"), [(0, 4), (1, 3)])
+def test_the_second_moments_of_ekfac_are_by_blocks_where_a_factor_is_cut(side: int, width: int) -> None:
+    """The 7 columns are blocks of 4, the 5 rows are blocks of 3, and the last block lacks one."""
+    torch.manual_seed(0)
+    model, x = linear().double(), torch.randn(5, 6, dtype=torch.float64)
+    dense = (Structure.DENSE, Structure.DENSE)
+    cut = (BlockDiagonal(4), Structure.DENSE) if side == 0 else (Structure.DENSE, BlockDiagonal(4))
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=EKFAC(), structure={"0": cut, "*": dense}, factor_update_period=1)
+    for _ in range(2):  # the second sample is the first in a basis
+        optimizer.zero_grad()
+        slope(model, x).square().mean().backward()
+        optimizer.step()
+    of_each = jacobians(model, x, slope)
+    whole = torch.cat([of_each["0.weight"], of_each["0.bias"].unsqueeze(-1)], -1)
+    each = 2 * slope(model, x).detach().view(5, 1, 1) * whole / 5
+    state = block(optimizer, "0").state
+    parts = F.pad(each, (0, 1) if side == 0 else (0, 0, 0, 1)).split(width, 2 - side)
+    bases = [basis.expand(2, -1, -1) for basis in (state.a.basis, state.g.basis)]
+    expected = [5 * (g.mT @ part @ a).square().sum(0) for part, a, g in zip(parts, *bases, strict=True)]
+    assert_same(state.second_moments, torch.stack(expected))
 
 
 def test_two_backwards_through_one_forward_are_one_of_their_sum() -> None:

@@ -15,8 +15,8 @@ from helpers.training import close
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import EKFAC, Cholesky, ExactGGN, KFACOptimizer, SumOfTerms
-from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
+from kfac_optim import EKFAC, Cholesky, Eigen, ExactGGN, KFACOptimizer, SumOfTerms
+from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.linalg.triangles import packed_diagonal
 
@@ -169,6 +169,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "derivatives on one rank": (train_apart, Cholesky()),
     "a term on one rank": (train_derivatives, SumOfTerms(), NO_BOUNDARY),
     "experts": (train_experts, Cholesky()),
+    "experts, Eigen": (train_experts, Eigen()),
     "experts, EKFAC": (train_experts, EKFAC()),
 }
 
@@ -218,6 +219,8 @@ def on_rank(rank: int, name: str, strategy: Strategy) -> tuple[list[Tensor], dic
         ("a term on one rank", Sharded()),
         ("experts", Replicated(1)),
         ("experts", Sharded()),
+        ("experts", Sharded(Placement.FACTORS)),
+        ("experts, Eigen", Sharded(Placement.FACTORS)),
         ("experts, EKFAC", Replicated(1)),
         ("derivatives, accumulated", Sharded()),
         ("derivatives, means", Sharded()),

@@ -269,6 +269,21 @@ def test_ordinary_losses_have_residuals_too(examples: int, outputs: int, kind: s
     assert_same(found, expected, rtol=1e-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_under_autocast_the_step_is_that_of_float32_up_to_rounding(dtype: torch.dtype) -> None:
+    found = []
+    for enabled in (False, True):
+        model, criterion = network(sizes=(2, 16, 1)).float(), nn.MSELoss()
+        optimizer = optimizer_of(model, criterion, damping=1e-8)
+        before, x = clones(model.parameters()), points(4).float()
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            loss = criterion(model(x), torch.ones(4, 1))
+        loss.backward()
+        optimizer.step()
+        found.append([old - new for old, new in zip(before, model.parameters(), strict=True)])
+    assert_same(found[1], found[0], rtol=64 * torch.finfo(dtype).eps)
+
+
 def test_a_number_of_terms_that_is_none_is_refused_by_the_step_and_changes_nothing() -> None:
     """In a tensor, whose value is not waited for when it is stated."""
     model, criterion = network(), nn.MSELoss()

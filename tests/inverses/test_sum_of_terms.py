@@ -1,6 +1,7 @@
 """The inverse of a sum of two Kronecker products, against the dense inverse of the damped sum in float64."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,22 @@ def test_factors_of_low_rank_or_zero_are_inverted_as_damped(
     expected = oracles.solve(damped_sum(double, grad.double(), damping), grad.double())
     assert_same(INVERSE.apply(state, grad, 0.0).double(), expected, rtol=1e-10 if dtype == torch.float64 else 2e-3)
     assert int(state.failed) == 0
+
+
+@every_structure
+def test_of_a_group_that_one_term_has_not_reached_it_is_the_inverse_of_the_other(
+    structure: tuple[Structure, Structure],
+) -> None:
+    state = state_of(0, 1, layer=replace(spec(4, 3, 3, structure), own_rows=True))
+    for groups, terms in (([1], [0]), ([2], [0, 1])):
+        for term in terms:
+            for factor in filter(None, (state.pair.of_terms[term].a, state.pair.of_terms[term].g)):
+                factor.mass[groups] = 0
+                factor.packed[groups] = 0
+    INVERSE.refresh([state], [0.1])
+    grad = torch.randn(3, 3, 4)
+    both, second = (oracles.solve(damped_sum(state, grad, 0.1, terms), grad) for terms in ((0, 1), (1,)))
+    assert_same(INVERSE.apply(state, grad, 0.0), torch.stack([both[0], second[1], grad[2]]), rtol=1e-10)
 
 
 @pytest.mark.parametrize("side", ["a", "g"])

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from helpers import oracles
 from helpers.operators import Operators
 from helpers.oracles import assert_same
+from helpers.plain import block, clones
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import EKFAC, KFACOptimizer, WeightSharing
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, SumOfTerms, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.subsampling import Draw, Subsample
 from kfac_optim.layers.tensors import TensorStatistics, added_structure
@@ -216,6 +217,28 @@ def test_an_expert_takes_its_first_rows_whole_however_late_they_come() -> None:
     torch.randn(len(UNEVEN), IN)
     step(model, optimizer, torch.randn(1, IN), torch.tensor([2]))
     assert_same((a[2], g[2]), tuple(each[2] for each in optimizer.factors()[""]))
+
+
+@pytest.mark.parametrize(
+    "inverse", [Cholesky(), LowRank(rank=2, sketch=2), Eigen(), EKFAC(), NewtonSchulz(), SumOfTerms()], ids=repr
+)
+def test_an_expert_that_never_had_a_row_takes_the_step_of_sgd_when_it_gets_one(inverse: Inverse[Any]) -> None:
+    model, twin, *_ = pair("[experts, out, in], F.linear of a slice")
+    options: dict[str, Any] = {"lr": 1e-3, "kl_clip": None, "inverse": inverse, "factor_dtype": torch.float64}
+    ours, theirs = (
+        KFACOptimizer(each, **options, factor_update_period=2, inverse_update_period=2) for each in (model, twin)
+    )
+    for number in range(6):  # statistics are taken in each other step, and the last is none of these
+        ids = torch.tensor([0, 1] if number < 5 else [0, 1, 2]).repeat_interleave(32)
+        x = torch.randn(len(ids), IN) / (1 + number)
+        before = clones([model.weight])[0]
+        step(model, ours, x, ids)
+        step(twin, theirs, x, ids)
+    assert model.weight.grad is not None
+    assert_same(model.weight[:2], torch.stack([twin.experts[expert].weight for expert in (0, 1)]))
+    assert_same(model.weight[2], before[2] - 1e-3 * model.weight.grad[2])
+    largest = torch.stack([block(theirs, f"experts.{expert}").state.condition for expert in (0, 1)]).amax(0)
+    assert_same(block(ours, "").state.condition, largest)
 
 
 def test_two_backwards_through_one_forward_count_as_one_of_their_sum() -> None:

@@ -34,6 +34,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
 
     The examples are those of the batch axis. With weight sharing `expand` `∇W_n = Σ_r g_nr a_nrᵀ`, over the positions
     r of an example, is its exact gradient; with `reduce` it is the sum of `g` times the mean of `a`, as in the factors.
+    Tokens that are routed to experts one by one are examples of their own, with either choice of `per_example`.
     Calls of one step, of tied weights or of a module called twice, count as independent, as they do in the factors. A
     side of `Structure.DIAGONAL` stays in the standard basis. A side of `Structure.IDENTITY` is not measured: `S` is
     then the diagonal of the other factor in its basis, of every statistics step.

@@ -23,7 +23,8 @@ from kfac_optim.utils.tensor_storage import copy_held
 class Bases(NamedTuple):
     """Bases of `A` and `G`, `[groups, d, d]`; None for a side that has none.
 
-    `ready`: whether there was one for every group, `[]` bool.
+    `ready`: whether there was one for every group, `[]` bool; for each, `[groups, 1]`, where they have masses of their
+    own.
     """
 
     a: Tensor | None
@@ -106,7 +107,8 @@ class EKFACState(EigenState):
     def standing(self) -> Bases:
         """Return the bases that `S` stands in, to be kept while others take their place."""
         a, g = (None if basis is None else basis.clone() for basis in (_basis(self.a), _basis(self.g)))
-        return Bases(a, g, self.solved.all())
+        ready = self.solved.all() if self.scales.mass.dim() == 0 else self.solved.unsqueeze(1).clone()
+        return Bases(a, g, ready)
 
     def carry_over(self, old: Bases) -> None:
         """Bring `S` from the bases before to the present ones: of `U diag(S) Uᵀ` take the diagonal in the new basis.
