@@ -40,6 +40,7 @@ from kfac_optim.step.choices import Choices
 from kfac_optim.step.closures import Closures, Evaluation
 from kfac_optim.step.execution import Admission, Executor, Trained
 from kfac_optim.step.gate import Gate, group_of, names_of, params_of
+from kfac_optim.step.inner_step import take_on_means
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.refresh_schedules import Phases, Refresh, Together
@@ -741,6 +742,8 @@ class KFACOptimizer(JoinableOptimizer):
         self._shows_state = False
         incoming = self._incoming
         self._memory.put(checkpoint.remembered(incoming.states))
+        if not self._choices.step_size.directs_all:
+            take_on_means(self.param_groups, self.state)
         if self._choices.average is not None:
             averaging.restore(self.state, incoming.averages)
         known, waiting = self._binding.take_on(incoming.states, incoming.marks)

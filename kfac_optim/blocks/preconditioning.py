@@ -91,8 +91,21 @@ def precondition_jointly(blocks: Sequence[KFACBlock], grads: Sequence[Sequence[T
     """Return the preconditioned gradients of blocks whose inverse looks at all of them at once, in their shapes."""
     matrices = [to_matrix(block, of_block) for block, of_block in zip(blocks, grads, strict=True)]
     states, dampings = [block.state for block in blocks], [block.damping for block in blocks]
-    found = blocks[0].inverse.apply_jointly(states, matrices, dampings)
+    decays = None
+    if any(l2(group) for block in blocks for group in block.groups):
+        decays = [
+            to_matrix(block, [_decay(*each) for each in zip(block.params, block.groups, strict=True)])
+            for block in blocks
+        ]
+    found = blocks[0].inverse.apply_jointly(states, matrices, dampings, decays)
     return [to_params(*each) for each in zip(blocks, found, grads, strict=True)]
+
+
+def _decay(param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    """Return what `regularised` adds to a gradient; zeros where there is none."""
+    if param.grad is None:
+        return torch.zeros_like(param)
+    return param.detach() * (-l2(group) if group["maximize"] else l2(group))
 
 
 def acceleration(

@@ -24,6 +24,7 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import on_gradient_first, reaches
 from kfac_optim.utils.hooks import weakly
+from kfac_optim.utils.precision import rounding_of_products
 from kfac_optim.utils.sharded_params import whole
 from kfac_optim.utils.streams import brought
 
@@ -176,7 +177,7 @@ class GradientCheck:
         larger = max(added, captured)
         if larger > 0 and math.isfinite(difference) and self._directions is not None and self._added is not None:
             # Where weights are cast, as under autocast, the sum over calls is taken in the narrow dtype.
-            rounding = _ROUNDINGS * max(_rounding(*each) for each in self._dtypes) * math.sqrt(self._calls)
+            rounding = _ROUNDINGS * max(rounding_of_products(*each) for each in self._dtypes) * math.sqrt(self._calls)
             tolerance = max(_TOLERANCE.get(self._directions.dtype, _TOLERANCE_ELSEWHERE), rounding)
             # Elements of a gradient below that are lost; float16 has them where the loss is not scaled.
             lost = max(torch.finfo(dtype).smallest_normal for dtype, _ in self._dtypes)
@@ -212,13 +213,3 @@ def conclude(checks: Iterable[GradientCheck]) -> None:
             check.conclude(*four)
     for check in begun:
         check.end()
-
-
-def _rounding(dtype: torch.dtype, device: str) -> float:
-    """Return relative rounding error of products in `dtype`; those of float32 may be made in fewer bits."""
-    if dtype is torch.float32:
-        if torch.get_float32_matmul_precision() == "medium":
-            return torch.finfo(torch.bfloat16).eps
-        if device != "cpu":  # convolutions in TensorFloat-32 are the default there
-            return torch.finfo(torch.float16).eps
-    return torch.finfo(dtype).eps

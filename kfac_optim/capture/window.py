@@ -53,7 +53,7 @@ class CaptureWindow(Ledger):
         terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
         signs: returns the values of `maximize` that the layers' param groups have now; where they all ascend, the loss
-            which is minimised is the negative of that of the backward.
+            which is minimised is the negative of that of the backward; where some do, a term counts by its size.
         source: the number of the process whose examples this one sees, for the same use.
         graphs: what compiled graphs tell.
         outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.

@@ -130,7 +130,7 @@ class RowsByTerm:
             if index is not None and index.numel() < z.shape[1]:  # the loss reads a part of the batch
                 z, g = z[:, index.flatten()], g[:, index.flatten()]
         rows.uses.append((g, z) if stats.opposed else (z, g))
-        self.rounding = max(self.rounding, rounding_of_products(call.gradient))
+        self.rounding = max(self.rounding, rounding_of_products(call.gradient.dtype, call.gradient.device.type))
 
     def clear(self) -> None:
         self.terms.clear()

@@ -60,7 +60,7 @@ class CriterionTerm:
         return regrouped
 
     def weighed(self, vector: Tensor) -> Tensor:
-        """Multiply by `√(f_c/M_c)`; a term that the loss subtracts has no curvature here."""
+        """Multiply by `√(f_c/M_c)`, and by 0 where `factor` is negative: such a term has no curvature here."""
         return (vector * self.weight(vector).sqrt()).to(vector.dtype)
 
     def residuals(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
@@ -98,7 +98,8 @@ class CriterionTerm:
             residuals: `s`, `[columns, examples]`.
         """
         # What is narrow behind a layer, as under autocast, rounds the gradients of those before it as well.
-        rounding = _ROUNDINGS * max((rounding_of_products(part) for part in gradients if part is not None), default=0.0)
+        kinds = {(part.dtype, part.device.type) for part in gradients if part is not None}
+        rounding = _ROUNDINGS * max((rounding_of_products(*kind) for kind in kinds), default=0.0)
         for place, part in enumerate(gradients):
             if part is None:
                 continue
@@ -153,7 +154,7 @@ class CriterionTerm:
         return Drawn(self.number, column, self.examples, residuals[column])
 
     def weight(self, like: Tensor) -> Tensor:
-        """Return `f_c/M_c`, 0 for a term that the loss subtracts; on the device of another tensor.
+        """Return `f_c/M_c`, 0 where `factor` is negative; on the device of another tensor.
 
         It has that tensor's dtype, but is at least float32: a loss scale of 65,536 is infinite in float16.
         """

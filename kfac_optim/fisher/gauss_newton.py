@@ -223,6 +223,7 @@ class ForwardRecorder:
         for term in self.read:
             term.release()
         self.kept, self.again, self.read, self.is_hooked = [], {}, [], False
+        self._begun = None  # of a forward that was interrupted
 
     @contextmanager
     def set_aside(self) -> Iterator[Sequence[KeptForward]]:

@@ -89,8 +89,21 @@ class Inverse(ABC, Generic[S]):
         """
         return None
 
-    def apply_jointly(self, states: Sequence[S], grads: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
-        """Return what `apply` does, of all blocks that share this representation; asked where `takes_rows`."""
+    def apply_jointly(
+        self,
+        states: Sequence[S],
+        grads: Sequence[Tensor],
+        dampings: Sequence[float],
+        decays: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return what `apply` does, of all blocks that share this representation; asked where `takes_rows`.
+
+        Args:
+            states: of the blocks.
+            grads: as of `apply`.
+            dampings: as of `apply`.
+            decays: the part of each of `grads` that is of weight decay; None where there is none.
+        """
         return [self.apply(*each) for each in zip(states, grads, dampings, strict=True)]
 
     def acceleration(

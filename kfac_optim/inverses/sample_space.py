@@ -19,7 +19,7 @@ from kfac_optim.utils.validation import check_flag, check_integer, check_number
 # Rounding errors that are allowed for where a gradient is compared with the residuals that account for it.
 _ROUNDINGS = 100
 
-# The same of the rows, in units of the coarsest dtype that backward had: few, as a penalty below them is not seen.
+# The same for the rows, in units of the coarsest dtype in backward. They are few, as a smaller penalty is not seen.
 _ROUNDINGS_OF_ROWS = 8
 
 
@@ -109,8 +109,9 @@ class SampleSpace(Inverse[SampleState]):
     QR. Above `dense_limit` both of residuals and of parameters it is solved by conjugate gradients, preconditioned by
     Kronecker factors of the same examples.
 
-    A part of the gradient that comes from no residual, such as that of a penalty, is divided by `λ`. It is told from
-    rounding where it is larger: under autocast, or in TensorFloat-32, a penalty far smaller than the loss is left out.
+    A part of the gradient that comes from no residual, such as that of a penalty in the loss, is divided by `λ`. It is
+    told from rounding where it is larger: under autocast, or in TensorFloat-32, a penalty whose gradient is smaller
+    than that of the loss may be left out. For weight decay pass `l2_in_curvature=True`, which never is.
 
     Attributes:
         momentum: `μ`, in [0, 0.999].
@@ -149,14 +150,19 @@ class SampleSpace(Inverse[SampleState]):
         return self.apply_jointly([state], [grad], [damping])[0]
 
     def apply_jointly(
-        self, states: Sequence[SampleState], grads: Sequence[Tensor], dampings: Sequence[float]
+        self,
+        states: Sequence[SampleState],
+        grads: Sequence[Tensor],
+        dampings: Sequence[float],
+        decays: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         if self.scope == "layer":
+            alone = [None] * len(states) if decays is None else [[decay] for decay in decays]
             return [
-                self._solve([state], [grad], [damping])[0]
-                for state, grad, damping in zip(states, grads, dampings, strict=True)
+                self._solve([state], [grad], [damping], decay)[0]
+                for state, grad, damping, decay in zip(states, grads, dampings, alone, strict=True)
             ]
-        return self._solve(states, grads, dampings)
+        return self._solve(states, grads, dampings, decays)
 
     def flops(self, spec: LayerSpec) -> Cost:
         return Cost(refresh=0.0, apply=2.0 * spec.groups * spec.in_dim * spec.out_dim)  # per residual, if it had one
@@ -164,7 +170,13 @@ class SampleSpace(Inverse[SampleState]):
     def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
         return (Part("", 0.0, (), 0, spec.groups * spec.in_dim * spec.out_dim),)
 
-    def _solve(self, states: Sequence[SampleState], grads: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
+    def _solve(
+        self,
+        states: Sequence[SampleState],
+        grads: Sequence[Tensor],
+        dampings: Sequence[float],
+        decays: Sequence[Tensor] | None,
+    ) -> list[Tensor]:
         dtype = torch.float64 if grads[0].device.type != "mps" else torch.float32
         keys, residuals = _residuals(states)
         if not keys:
@@ -186,8 +198,14 @@ class SampleSpace(Inverse[SampleState]):
             for state, grad, unit in zip(states, grads, units, strict=True)
         ]
         gradient = [grad.to(dtype) * unit for grad, unit in zip(grads, units, strict=True)]
+        decay = None
+        if decays is not None:  # known apart from the gradient of the loss, however that is rounded
+            decay = [part.to(dtype) * unit for part, unit in zip(decays, units, strict=True)]
+            gradient = [part - of_decay for part, of_decay in zip(gradient, decay, strict=True)]
         of_rows = _ROUNDINGS_OF_ROWS * max(state.rows.rounding for state in states)
         factor, rest = _split(rows, gradient, s, max(_ROUNDINGS * torch.finfo(grads[0].dtype).eps, of_rows))
+        if decay is not None:
+            rest = decay if rest is None else [part + of_decay for part, of_decay in zip(rest, decay, strict=True)]
         s = s * factor
         system = SampleSystem(rows, least, [grad.shape for grad in grads], self.dense_limit)
         before = [state.direction.to(dtype) / unit for state, unit in zip(states, units, strict=True)]

@@ -86,7 +86,7 @@ class Closures:
             judge.check_loss(loss, groups)
         if random is None:
             return Evaluation(loss)
-        asking = self.step_size if searches else None if judge is None else judge.rule
+        asking: object = self.step_size if judge is None else judge.rule
         if (model := self.binding.model) is None:
             raise RuntimeError(
                 f"kfac_optim: {asking!r} evaluates the closure again, and no call of a module that holds the "

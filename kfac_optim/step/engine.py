@@ -17,7 +17,7 @@ from kfac_optim.step.choices import Choices
 from kfac_optim.step.directions import measure, precondition
 from kfac_optim.step.execution import Admission, Executor
 from kfac_optim.step.group_checks import check
-from kfac_optim.step.inner_step import sgd_step, take_on_means
+from kfac_optim.step.inner_step import sgd_step
 from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.setbacks import check_setbacks
@@ -97,8 +97,6 @@ class Engine:
         """
         agreement, finite, objective = admission.agreement, admission.finite, self.objective
         kl_clip = check(groups, blocks, self.choices.step_size)
-        if not self.choices.step_size.directs_all:
-            take_on_means(groups, state)
         by_rows = [block for block in blocks if block.inverse.takes_rows]
         if by_rows:
             kl_clip = None  # the curvature is exact, and its damping bounds the step

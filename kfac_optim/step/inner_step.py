@@ -102,7 +102,7 @@ def _update(pairs: Sequence[Pair], numbers: Mapping[str, Any], state: State, fin
 
 
 def take_on_means(groups: Sequence[Group], state: State) -> None:
-    """Go on from means of gradients that `SelectedUpdates` has left, as from torch's momentum, without their marks."""
+    """Make momentum of the means of gradients that `SelectedUpdates` keeps, and drop what it keeps beside them."""
     for group in groups:
         for param in group["params"]:
             held = state.get(param, {})

@@ -218,7 +218,7 @@ def _same_inputs(before: Sequence[KeptForward], after: Sequence[KeptForward]) ->
 
 
 def _data(forward: KeptForward) -> list[Tensor]:
-    """Return the inputs of a forward that the step has not moved, as it does what has a graph."""
+    """Return the inputs that have no graph. The others were computed from parameters, and the step has moved them."""
     return [each for each in forward.inputs() if each.grad_fn is None]
 
 

@@ -27,16 +27,20 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rounding_of_products(tensor: Tensor) -> float:
-    """Return the relative rounding of matrix products that end in a tensor like this one.
+def rounding_of_products(dtype: torch.dtype, device_type: str) -> float:
+    """Return the relative rounding of products whose results have this dtype, on this kind of device.
 
-    Those of float32 may be made in fewer bits, as TensorFloat-32 has, which leaves no trace in the dtype.
+    Those of float32 may be made in fewer bits, which leaves no trace in the dtype.
     """
-    dtype, precision = tensor.dtype, torch.get_float32_matmul_precision()
-    if dtype is torch.float32 and precision == "medium":
-        dtype = torch.bfloat16
-    elif dtype is torch.float32 and precision == "high" and tensor.device.type != "cpu":
-        dtype = torch.float16
+    if dtype is torch.float32:
+        if device_type != "cpu":  # convolutions in TensorFloat-32 are the default there
+            return torch.finfo(torch.float16).eps
+        onednn = torch.backends.mkldnn
+        allowed = {onednn.fp32_precision, onednn.matmul.fp32_precision, onednn.conv.fp32_precision}  # type: ignore[attr-defined]
+        if "bf16" in allowed:
+            return torch.finfo(torch.bfloat16).eps
+        if "tf32" in allowed:
+            return torch.finfo(torch.float16).eps
     return torch.finfo(dtype).eps
 
 

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -403,6 +404,23 @@ def test_a_frozen_bias_is_no_difference() -> None:
     model[0].bias.requires_grad_(False)
     with no_warning():
         train(model, optimizer, 2)
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+
+
+@pytest.mark.parametrize("backend", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
+def test_the_precision_of_one_backend_alone_may_be_set(backend: Any) -> None:
+    """Torch then refuses to tell that of all."""
+    before, backend.fp32_precision = backend.fp32_precision, "tf32"
+    try:
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = KFACOptimizer(model, lr=0.01)
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    finally:
+        backend.fp32_precision = before
+    assert torch.get_float32_matmul_precision() == "highest"
     assert optimizer.metrics()["unpreconditioned_blocks"] == 0
 
 

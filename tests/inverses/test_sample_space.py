@@ -284,6 +284,21 @@ def test_under_autocast_the_step_is_that_of_float32_up_to_rounding(dtype: torch.
     assert_same(found[1], found[0], rtol=64 * torch.finfo(dtype).eps)
 
 
+def test_under_autocast_weight_decay_in_the_curvature_is_no_rounding() -> None:
+    """It is a tenth of the gradient, which many examples make small beside the rows that it is the sum of."""
+    found = []
+    for enabled in (False, True):
+        model, criterion = network(sizes=(2, 16, 1)).float(), nn.MSELoss()
+        optimizer = optimizer_of(model, criterion, damping=1.0, weight_decay=0.05, l2_in_curvature=True)
+        before, x = clones(model.parameters()), points(256).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = criterion(model(x), x[:, :1].sin())
+        loss.backward()
+        optimizer.step()
+        found.append(torch.cat([(old - new).flatten() for old, new in zip(before, model.parameters(), strict=True)]))
+    assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
+
+
 def test_a_number_of_terms_that_is_none_is_refused_by_the_step_and_changes_nothing() -> None:
     """In a tensor, whose value is not waited for when it is stated."""
     model, criterion = network(), nn.MSELoss()
