@@ -118,7 +118,7 @@ class KFACOptimizer(JoinableOptimizer):
         step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
             stays `kl_clip`; `QuadraticModel()`, which finds learning rate and momentum at each step; `LineSearch()`,
             which searches the length by the closure of the step; or `SelectedUpdates()`, by layer the better of Muon's
-            step and the natural gradient, at the rates of AdamW.
+            step and the natural gradient, in steps of AdamW's size.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` to what steps do to the loss, and may take steps back.
         average: `IterateAverage()` averages the parameters over the steps; `eval()` shows the average and `train()`
             hides it. None averages nothing.

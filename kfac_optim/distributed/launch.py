@@ -189,7 +189,7 @@ def _fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) ->
                 return PrefixStore(own, store)
         time.sleep(_PAUSE)
     # Whether it was rank 0 of this start or of an earlier one that has left a name, another rank cannot tell.
-    awaited = "" if rank == 0 else " and to hear of all others (of which its own error names those that are missing)"
+    awaited = "" if rank == 0 else ", which may itself have waited for others (its error names them)"
     raise RuntimeError(
         f"kfac_optim: rank {rank} of {world_size} waited {timeout.total_seconds():g} s for {listed_ranks(missing)} to "
         f"start{awaited}. See that all processes come to initialize(), and look for the first error in their logs."

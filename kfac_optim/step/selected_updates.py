@@ -32,7 +32,7 @@ _WEIGHT = 0.2  # what the last comparison counts for, of their average
 
 @dataclass(frozen=True)
 class SelectedUpdates(StepSize):
-    """Takes, in each layer, the better of two updates of one size, at the rates of AdamW.
+    """Takes, in each layer, the better of two updates of one size, about that of AdamW's.
 
     Both are made of the momentum `M ← μ M + (1 - μ) ∇` of the layer's gradients, as a matrix `[out, in]` with the bias
     as its last column, and of factors damped relative to their mean eigenvalues (`InverseAndRoot`):
@@ -42,7 +42,7 @@ class SelectedUpdates(StepSize):
     - `(G + ε n_G I)⁻¹ M (A + ε n_A I)⁻¹`, the natural gradient, which suits those that are mostly signal.
 
     Each is scaled to a root mean square of `rms` (Liu et al. 2025, arXiv 2502.16982, §2.2). AdamW's updates have about
-    that size, so that its rates, schedules and decoupled weight decay carry over.
+    that size, so that its schedules and decoupled weight decay carry over, and its rate is where to begin.
 
     The next gradient tells which is better. At the first steps, and then at every fifth, both updates are made of the
     momentum before the new gradient, whose examples they have not seen, and the slopes of the loss along both,

@@ -1,10 +1,10 @@
 """How far a step goes along the preconditioned gradient: what a step size is given, and what it returns.
 
 `AdaptiveTrustRegion`, the default, and `TrustRegion` leave learning rate and momentum to the user and bound the step
-that they make. `SelectedUpdates` leaves them to the user as well, and makes steps at the rates of AdamW of them.
+that they make. `SelectedUpdates` leaves them to the user as well, and makes steps of AdamW's size.
 `QuadraticModel` computes both at every step, and `LineSearch` finds the length of a step by the loss. A trust region is
 for mini-batches, where what a step does to the loss of one batch says little, and wherever a schedule of learning rates
-is known to work; selected updates are for classifiers and language models at the rates of AdamW; `QuadraticModel`,
+is known to work; selected updates are for classifiers and language models; `QuadraticModel`,
 together with `LevenbergMarquardt` damping, is for full or very large batches, where no rate and no schedule has to be
 found; and `LineSearch` is for batches that stay the same.
 """
