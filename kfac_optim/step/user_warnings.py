@@ -57,11 +57,12 @@ class UserWarnings:
             )
 
     def unread_layers(self, blocks: Sequence[KFACBlock]) -> None:
-        """Say once which layers begin from zero as their statistics were not read from a checkpoint."""
-        if names := [block.name for block in blocks if block.params[0] in self.unread]:
-            self.unread = ()
+        """Say once of each layer whose statistics were not read from a checkpoint that it begins from zero."""
+        if found := [block for block in blocks if block.params[0] in self.unread]:
+            self.unread = set(self.unread).difference(block.params[0] for block in found)
+            names = [block.name for block in found]
             warn(
-                "kfac_optim: the checkpoint that was loaded before the first forward has momentum of KFACOptimizer and "
+                "kfac_optim: the checkpoint that was loaded has momentum of KFACOptimizer and "
                 f"has no statistics of {listed(names, 4)}, which begin from zero. torch.distributed.checkpoint.load "
                 "reads what there is a place for, and a new optimizer has none for layers that it does not know yet. "
                 "Pass the model, KFACOptimizer(model, ...), or run one forward with gradients before you call "
