@@ -637,7 +637,7 @@ class KFACOptimizer(JoinableOptimizer):
         def publish(_: Optimizer) -> None:
             self._take_on_groups()
             if (lacking := self._executor.states.lacks(factors=self._choices.include_factors)) is not None:
-                self._warnings.partial_checkpoint(lacking)
+                self._warnings.partial_checkpoint(lacking, self._executor.states.remedy)
             self._publish_blocks()
 
         def fill_up(_: Optimizer, whole: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import has_gradient, is_used
-from kfac_optim.distributed.communication.consensus import Ballot, Edit
+from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.gradients.averaging import AveragingCheck
+from kfac_optim.distributed.gradients.averaging import SAME_GRADIENTS, AveragingCheck
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.gradients.edits import EditWatch, LateGradients
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, sum_scalars
@@ -173,28 +173,27 @@ class DistributedExecutor(Executor):
         blocks, params = trained.blocks, trained.params
         # Under Sharded() `.grad` differs between ranks; otherwise the training loop has to make it the mean.
         compares = finite and not isinstance(self.agreement.strategy(), Sharded)
-        norm = self._averaging.norm(params) if compares else None
+        if has_owners := isinstance(self.gradients, ShardedGradients):
+            norm = self.gradients.norm_of_added() if finite else None
+        else:
+            norm = self._averaging.norm(params) if compares else None
         # Where gradients are views of what a wrapper sends, a scaler's division looks like any other edit.
         wrapper = self._wrappers.latest
         views = wrapper is not None and wrapper.gradient_as_bucket_view
         in_place = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
-        edited = Edit.ADDED if self._wrappers.adds_to_mean() else Edit.IN_PLACE if in_place else Edit.NONE
         call = self._late.named("step()")
-        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=edited, call=call)
+        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=in_place, call=call)
         assert self.plan is not None, "the vote makes a plan"
         assert self.planned is not None, "the vote makes a plan"
         sharded = isinstance(self.plan.strategy, Sharded)
         self._late.refuse()
         if sharded:
             _refuse_sparse(trained)
-        if verdict.finite and verdict.norm is not None and not sharded:
-            self._averaging.check(verdict.norm, params, trained.names())
-        if verdict.finite and verdict.edited is Edit.ADDED:
-            raise RuntimeError(
-                "kfac_optim: a backward under no_sync() came after one that had reduced the gradients of this step. "
-                "Under Sharded() these are with their owners by then, and what it has added on other ranks would be "
-                "lost. Have the last backward before step() outside of no_sync(), or all of them within it."
-            )
+        if verdict.finite and verdict.norm is not None:
+            if has_owners:
+                _refuse_added(verdict.norm)
+            elif not sharded:
+                self._averaging.check(verdict.norm, params, trained.names())
         found, again = verdict.marks[: len(blocks)], verdict.marks[len(blocks) :]
         self.planned.resend(list(map(bool, again)))
         # From here on all ranks do the same, as `finite` is what all of them have found together.
@@ -210,7 +209,7 @@ class DistributedExecutor(Executor):
             {block for block, mark in zip(blocks, found, strict=True) if mark >= least}
             for least in (_HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _UNACCOUNTED)
         )
-        in_place, restarted = verdict.edited is Edit.IN_PLACE and sharded, self.states.take_restarted()
+        in_place, restarted = verdict.edited and sharded, self.states.take_restarted()
         return Agreement(
             *(verdict.finite, verdict.summed, sampled, graded, unaccounted, verdict.terms, in_place, restarted, used)
         )
@@ -373,6 +372,18 @@ def _mark(block: KFACBlock) -> int:
     # the host of those whose statistics have not come (`turns`).
     looks = not block.is_ready or (on_host(block.params[0]) and block.is_overdue())
     return _IS_USED if looks and is_used(block) else _HAS_GRADIENT
+
+
+def _refuse_added(difference: float) -> None:
+    """Raise where ranks have added different gradients, by their norms, to the mean that owners had already."""
+    if not difference <= SAME_GRADIENTS:
+        raise RuntimeError(
+            "kfac_optim: a backward that reduces nothing came after one that had reduced the gradients of this step, "
+            "and what it has added differs from rank to rank. Under Sharded() gradients are with their owners by then, "
+            "and what other ranks add would be lost. Have the last backward before step() outside of no_sync(), or all "
+            "of them within it. DistributedDataParallel reduces only the first backward behind a forward of the "
+            "wrapper, and none of model.module(...): add such losses up, for one backward."
+        )
 
 
 def _refuse_sparse(trained: Trained) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.distributed.communication.consensus import Ballot, Edit, vote
+from kfac_optim.distributed.communication.consensus import Ballot, vote
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.grid import Grid, grid_of
@@ -93,7 +93,7 @@ class PlanAgreement:
         summed: float = 1,
         norm: float | None = None,
         counted: int | None = None,
-        edited: Edit = Edit.NONE,
+        edited: bool = False,
         progress: int = 0,
         call: str = "step()",
     ) -> Ballot:
@@ -105,7 +105,7 @@ class PlanAgreement:
             summed: `LossCount.summed` of this rank.
             norm: of gradients that should be equal on all ranks; None where they are not compared.
             counted: terms of the loss that this rank has counted.
-            edited: what has changed gradients here.
+            edited: whether gradients were changed in place here, after backward.
             progress: how far statistics workers are, as this rank sees it (`serving.rounds.Progress`).
             call: what the vote is for, as the user has called it.
 

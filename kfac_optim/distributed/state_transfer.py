@@ -9,6 +9,7 @@ from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import says_something
 from kfac_optim.blocks.state_keys import MOMENTUM, SECOND_MOMENT
+from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.state_redistribution import Buffer, Holdings
@@ -86,10 +87,14 @@ class StateTransfer(WholeStates):
             states, buffers = self._holdings.handed_over(self._statistics.planned_as_it_is(), holdings)
             for block in blocks:
                 block.under_way = None  # the old owners have begun it
+        earlier = self._plan
         self._plan, self._holdings, self._statistics = plan, holdings, statistics
         if self._lost is not None:
             self._restarted += holdings.recover(blocks, self._lost)
             self._lost = None
+        elif earlier is not None:
+            planned = {layer.name for layer in earlier.layers}
+            self._restart_parted([block for block in blocks if block.name not in planned])
         statistics.place_new()
         for block, tensors in states.items():
             block.state.load(tensors)
@@ -118,6 +123,23 @@ class StateTransfer(WholeStates):
             self._restarted.append(block.name)
             return {key: value for key, value in state.items() if key not in ("inverse", "under_way")}
         return state
+
+    def _restart_parted(self, blocks: Sequence[KFACBlock]) -> None:
+        """Have blocks begin again that some ranks alone have an inverse of, as their checkpoints were not of one rank.
+
+        What `late` has seen here does not tell: a checkpoint of a rank that had all is like that of a single process.
+        """
+        if not blocks:
+            return
+        words = [int(ready) for block in blocks for ready in (block.is_ready, not block.is_ready)]
+        told = largest(self._ranks.main, words, "shown late", [block.name for block in blocks])
+        for block, some, lacking in zip(blocks, told[::2], told[1::2], strict=True):
+            if some and lacking:
+                if block.is_ready:
+                    block.restart()
+                    block.discard()  # it may be measured by the inverse that is gone
+                if block.name not in self._restarted:
+                    self._restarted.append(block.name)
 
     def tensors(self, block: KFACBlock) -> Any | None:
         if block in self._complete:

@@ -223,3 +223,11 @@ class WholeStates:
             factors: whether checkpoints hold statistics and inverses.
         """
         return None
+
+    @property
+    def remedy(self) -> str:
+        """Say what to do about it, in whole sentences."""
+        return (
+            "Call optimizer.consolidate_state_dict() on all ranks right before state_dict() (on the optimizer itself, "
+            "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns."
+        )

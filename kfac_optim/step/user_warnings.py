@@ -74,12 +74,8 @@ class UserWarnings:
         """Warn of parameters that were to be preconditioned until now."""
         warn(f"kfac_optim: {reason}; it takes the plain {self._plain.rest} step.{self._remedy}")
 
-    def partial_checkpoint(self, lacking: str) -> None:
-        warn(
-            f"kfac_optim: this state_dict() lacks {lacking}: a run resumed from it differs from this run. "
-            "Call optimizer.consolidate_state_dict() on all ranks right before state_dict() (on the optimizer itself, "
-            "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns."
-        )
+    def partial_checkpoint(self, lacking: str, remedy: str) -> None:
+        warn(f"kfac_optim: this state_dict() lacks {lacking}: a run resumed from it differs from this run. {remedy}")
 
     def warm_start(self, *, keeps_momentum: bool) -> None:
         """Warn of what a checkpoint of torch's SGD has and has not.

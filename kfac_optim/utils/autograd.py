@@ -185,7 +185,7 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def accumulator(weight: nn.Parameter) -> Node | None:
+def accumulator(weight: Tensor) -> Node | None:
     """Return the node that accumulates into `weight.grad`; operators of compiled graphs, and transforms, have none."""
     if not weight.requires_grad or in_function_transform():
         return None
@@ -197,7 +197,7 @@ def before_node(node: Node, hook: Callable[..., Any]) -> RemovableHandle:
     return node.register_prehook(hook)
 
 
-def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
+def reaches(weight: Tensor, node: Node | None = None) -> bool:
     """Return whether the backward that is running accumulates into `weight.grad`, by its node if that is known."""
     node = node or accumulator(weight)
     if node is None or not weight.requires_grad:

@@ -284,6 +284,22 @@ def test_only_the_first_differences_are_told(two_ranks: Ranks) -> None:
         assert "; layer 7: 0 here, 1 there and 12 more. Where" in message
 
 
+def disagree_in_a_group(rank: int) -> str:
+    group, timeout = dist.new_group([2, 3]), timedelta(seconds=30)
+    if rank < 2:
+        return ""
+    own = {"owner of 'layer'": str(rank - 2)}
+    with pytest.raises(RuntimeError) as error:
+        Communicator(group, CPU, timeout).check_agreement(own, differences, remedy)
+    return str(error.value)
+
+
+def test_of_a_part_of_all_ranks_it_is_told_how_they_are_counted(four_ranks: Ranks) -> None:
+    for message in four_ranks.run(disagree_in_a_group)[2:]:
+        assert "rank 3 (there): owner of 'layer': 0 here, 1 there (where a plan names ranks" in message
+        assert "it counts them within the group of ranks 2, 3)" in message
+
+
 # -- faults ------------------------------------------------------------------------------------------------------
 
 

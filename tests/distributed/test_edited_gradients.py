@@ -178,6 +178,8 @@ def refused_on_one(rank: int) -> str:
 def test_all_ranks_are_told_of_a_backward_that_one_of_them_has_after_clipping(two_ranks: Ranks) -> None:
     for told in two_ranks.run(refused_on_one):
         assert "step() with gradients that came after clip_grad_norm_()" in told
+        assert told.endswith("call optimizer.zero_grad(), which drops these gradients.")
+        assert "collective" not in told
 
 
 def dropped(rank: int) -> list[torch.Tensor]:

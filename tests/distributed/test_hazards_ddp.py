@@ -478,17 +478,43 @@ def test_gradients_may_be_dropped_anywhere_or_not_at_all(two_ranks: Ranks, step:
     check(two_ranks, step, strategy=Sharded(), flags=flags)
 
 
-def in_order(rank: int, order: Sequence[bool], flags: dict[str, Any]) -> tuple[int, str]:
-    """The step that raises, of backwards that reduce or do not, in this order; and what it says."""
+def penalised(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    """A penalty, the same on all ranks, has a backward of its own behind that of the loss."""
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    optimizer.zero_grad()
+    squares(model(x), y).mean().backward()
+    (bare.gain.square().sum() + bare.shift.square().sum()).backward()
+    optimizer.step()
+
+
+def test_a_penalty_may_have_a_backward_of_its_own_behind_the_one_that_reduces(two_ranks: Ranks) -> None:
+    check(two_ranks, penalised, strategy=Sharded(), flags={})
+
+
+def backward(model: DistributedDataParallel, how: str, x: Tensor, y: Tensor) -> None:
+    """Take one backward that reduces, or one of those that do not; or drop the gradients behind the optimizer."""
+    if how == "dropped":
+        model.zero_grad()
+        return
+    with nullcontext() if how in ("reduces", "again") else model.no_sync():
+        loss = squares((model.module if how == "bare" else model)(x), y).mean()
+    if how == "grad":
+        torch.autograd.grad(loss, [param for param in model.parameters() if param.requires_grad])
+        return
+    loss.backward(retain_graph=how == "again")
+    if how == "again":
+        loss.backward()
+
+
+def in_order(rank: int, order: Sequence[str], flags: dict[str, Any]) -> tuple[int, str]:
+    """The step that raises, of these backwards in this order; and what it says."""
     training = Training(rank, strategy=Sharded(), flags=flags)
     assert isinstance(training.model, DistributedDataParallel)
     for number in range(3):
         before = training.params
         training.optimizer.zero_grad()
-        for reduces in order:
-            x, y = training.batch(number)
-            with nullcontext() if reduces else training.model.no_sync():
-                (squares(training.model(x), y).mean() / len(order)).backward()
+        for how in order:
+            backward(training.model, how, *training.batch(number))
         try:
             training.optimizer.step()
         except RuntimeError as error:
@@ -500,10 +526,20 @@ def in_order(rank: int, order: Sequence[bool], flags: dict[str, Any]) -> tuple[i
 @pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize(
     ("order", "raises"),
-    [((True, False), 1), ((True, False, True), -1), ((False, False), -1)],  # at the first step nobody owns them yet
+    [  # at the first step nobody owns them yet
+        (("reduces", "not"), 1),
+        (("reduces", "not", "reduces"), -1),
+        (("not", "not"), -1),
+        (("reduces", "bare"), 1),
+        (("bare", "reduces"), -1),
+        (("again",), 1),
+        (("again", "reduces"), -1),
+        (("reduces", "grad"), -1),
+        (("reduces", "not", "dropped", "not", "not"), -1),
+    ],
 )
 def test_a_backward_that_reduces_nothing_behind_one_that_does_is_refused(
-    two_ranks: Ranks, order: Sequence[bool], raises: int, flags: dict[str, Any]
+    two_ranks: Ranks, order: Sequence[str], raises: int, flags: dict[str, Any]
 ) -> None:
     for number, told in two_ranks.run(in_order, order, flags):
         assert number == raises

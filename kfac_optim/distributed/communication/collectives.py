@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.launcher import Launcher, has_reduce_scatter
-from kfac_optim.distributed.communication.launches import Cause, InFlight
+from kfac_optim.distributed.communication.launches import Cause, InFlight, listed_ranks
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
 from kfac_optim.distributed.communication.message import Collective, Message, together
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
@@ -234,6 +234,8 @@ class Communicator(Launcher):
         found = differences(everyones[0], everyones[odd[0]])
         here, first, *others = (self._names[rank] for rank in (self.rank, 0, *odd))
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        if self._names != list(range(self.world_size)):  # owners, workers and members are told by other numbers
+            more += f" (where a plan names ranks, it counts them within the group of {listed_ranks(self._names)})"
         raise RuntimeError(
             f"kfac_optim: the ranks disagree about what is to be communicated. Of {self.world_size} ranks "
             f"{', '.join(map(str, others))} differ from rank {first} (this is rank {here}). Rank {first} (here) and "

@@ -3,7 +3,6 @@
 import math
 import struct
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -18,16 +17,6 @@ _UNBOUNDED = 2**62
 _SILENT = -(2**63) + 1
 
 
-class Edit(IntEnum):
-    """Says what has changed gradients since backward, where each rank has the mean of some of them alone."""
-
-    NONE = 0
-    IN_PLACE = 1
-    """The program has, in place."""
-    ADDED = 2
-    """A backward that reduces nothing has added to them, on each rank its own."""
-
-
 class Ballot(NamedTuple):
     """Holds what one rank says, and what comes of it: of all numbers the largest."""
 
@@ -40,10 +29,10 @@ class Ballot(NamedTuple):
     numbers: int
     """A hash below `2**62` of the arguments and numbers of the optimizer; -1 if they do not agree on it."""
     norm: float | None
-    """The norm of gradients that should be equal on all ranks; None where the rank does not compare them. What comes of
-    the vote is the relative difference between those ranks that do."""
-    edited: Edit
-    """What has changed gradients where only some ranks have their mean."""
+    """The norm of gradients that should be equal on all ranks, or of what was added to some; None where the rank does
+    not compare them. What comes of the vote is the relative difference between those ranks that do."""
+    edited: bool
+    """Whether the program has changed gradients in place of which only some ranks have the mean."""
     terms: tuple[int, int] | None
     """The least and the most that a rank has counted of terms of the loss; None where it has counted none."""
     tensors: int | None
@@ -77,7 +66,7 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
         model=model,
         numbers=numbers,
         norm=_difference(*map(from_ordered, norms)) if norms[0] != _SILENT else None,
-        edited=Edit(edited),
+        edited=bool(edited),
         terms=None if most == _SILENT else (least, most),
         tensors=None if pairs[4][0] == _SILENT else tensors,
         marks=tuple(found[len(twins) :]),

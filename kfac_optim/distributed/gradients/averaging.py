@@ -12,7 +12,7 @@ from kfac_optim.utils.text import listed
 
 # Relative difference of gradient norms that rounding explains, where ranks take the same mean in another order; and
 # steps at which it is looked at, as norms may be near by chance. To look synchronises.
-_SAME_GRADIENTS = 1e-5
+SAME_GRADIENTS = 1e-5
 _STEPS_LOOKED_AT = 3
 
 
@@ -64,7 +64,7 @@ class AveragingCheck:
         Raises:
             RuntimeError: they do.
         """
-        if difference <= _SAME_GRADIENTS:
+        if difference <= SAME_GRADIENTS:
             return
         _, chosen = self._unseen(params)
         which = "this step"

@@ -33,7 +33,8 @@ class OwnersHook:
     makes its mean local again, until the gradient is dropped: until it is gone, or was written to since the step, which
     can only have made it zeros. That is looked at before a forward, and again when the next gradient comes to be added
     to it. (Gradients that are views of DDP's buckets are written to together: of those only the first look can tell.)
-    What a backward under `no_sync` adds behind one that reduces goes nowhere, unless another reduces after it.
+    What a backward that reduces nothing adds behind one that does goes nowhere, unless another reduces after it: so
+    each that adds is noted (`ShardedGradients.note_added`).
 
     By segments a bucket takes two messages, see [Note: the second message].
 
@@ -47,14 +48,12 @@ class OwnersHook:
         flow: who owns the gradients; None brings the mean to all.
         observe: is called with every message, for traces.
         user: refers to what uses the hook; None once it is released.
-        adds_to_mean: whether a backward under `no_sync` has added to gradients that their owners had the mean of.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self.flow: ShardedGradients | None = None
         self.observe: Callable[[Launch], None] | None = None
         self.user: weakref.ref[object] | None = None
-        self.adds_to_mean = self._reduces_nothing = False
         self._group = wrapper.process_group
         self._wrapper = weakref.ref(wrapper)
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
@@ -103,12 +102,10 @@ class OwnersHook:
         """Note that gradients were dropped, or are the mean on all ranks."""
         self._to_mean.clear()
         self._stepped.clear()
-        self.adds_to_mean = False
 
     def stepped(self) -> None:
         """Note that a step was taken, or skipped, by the gradients as they are."""
         self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
-        self.adds_to_mean = False
 
     def _shadows(self) -> bool:
         """Return whether this rank has run out of examples, and buckets hold zeros; see `joining`."""
@@ -122,15 +119,13 @@ class OwnersHook:
         self._shadowed.clear()
 
     def _before_forward(self) -> None:
-        if (wrapper := self._wrapper()) is not None and torch.is_grad_enabled():
-            self._reduces_nothing = not wrapper.require_backward_grad_sync
         for param in list(self._to_mean):
             if param.grad is None or self._was_written_to(param, self._stepped.get(param)):
                 self._drop(param)
 
-    def _before_accumulation(self, param: Tensor) -> None:
-        if self._reduces_nothing and self.flow is not None:
-            self.adds_to_mean |= self.flow.has_brought(param)
+    def _before_accumulation(self, param: Tensor, gradient: Tensor) -> None:
+        if self.flow is not None:
+            self.flow.note_added(param, gradient)
         version = self._stepped.pop(param, None)
         if self._views:  # from now on their versions say nothing
             self._stepped.clear()
@@ -149,7 +144,7 @@ class OwnersHook:
         if param.requires_grad and id(param) not in self._watched:
             self._watched.add(id(param))  # DDP's parameters stay
             look, watched = weakref.WeakMethod(self._before_accumulation), weakref.ref(param)
-            on_gradient(param, lambda _: call_if_there(look, watched()))
+            on_gradient(param, lambda gradient: call_if_there(look, watched(), gradient))
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -166,15 +161,13 @@ class OwnersHook:
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         flow = self.flow
         shadows = self._shadows()
-        self.adds_to_mean = False  # what was added goes with this backward
         if shadows:
             for param in bucket.parameters():
                 self._drop(param)
         if flow is not None:
             flow.bring(bucket.parameters())
-            rank = dist.get_rank(self._group)
             for param in bucket.parameters():
-                if flow.owner_of.get(param) == rank:
+                if param in flow.owner_of:
                     self._watch(param)
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
             return self._to_all(None, bucket, shadows=shadows)  # who owns them is not known yet, or some are not ours

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from kfac_optim.distributed.planning.plan import AFTER_CLIPPING, CLIP_LAST
 from kfac_optim.utils.autograd import after_backward, on_accumulated, version
 from kfac_optim.utils.hooks import Handle, weakly
 from kfac_optim.utils.sharded_params import is_part
@@ -82,7 +83,7 @@ class LateGradients:
 
     def named(self, call: str) -> str:
         """Say what a vote is for, so that all ranks raise where one rank refuses the gradients."""
-        return f"{call} with gradients that came after clip_grad_norm_()" if self.found else call
+        return call + AFTER_CLIPPING if self.found else call
 
     def refuse(self) -> None:
         """Refuse gradients that were added to the mean on its owner, and on other ranks to their own; after a vote."""
@@ -90,8 +91,7 @@ class LateGradients:
             raise RuntimeError(
                 "kfac_optim: a backward has added to the gradients after optimizer.clip_grad_norm_(). Under Sharded() "
                 "that brings the mean of each gradient to one process, and what is added afterwards is not averaged "
-                "with it. Call clip_grad_norm_ after the last backward of a step. To go on from here call "
-                "optimizer.zero_grad(), which drops these gradients."
+                f"with it. {CLIP_LAST}"
             )
 
     def _arrived(self, _param: Tensor) -> None:

@@ -1,6 +1,7 @@
 """`Sharded`: gradients go to the ranks that update, and the parameters come back to all."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from kfac_optim.distributed.planning.messages import (
 )
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.step.roles import Parts
+from kfac_optim.utils.autograd import reaches
 
 
 class ShardedGradients(GradientFlow):
@@ -82,11 +84,23 @@ class ShardedGradients(GradientFlow):
 
     def bring(self, params: Iterable[Tensor]) -> None:
         """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
-        self._waiting.difference_update(params)
+        for param in params:
+            self._waiting.discard(param)
+            self._added.pop(param, None)  # it went with what DDP has brought
 
-    def has_brought(self, param: Tensor) -> bool:
-        """Return whether the gradient that this step is to take is with its owner."""
-        return param in self.owner_of and param not in self._waiting
+    def note_added(self, param: Tensor, gradient: Tensor) -> None:
+        """Note what the running backward is about to add to a gradient, if its owner has the mean of that already."""
+        if param in self.owner_of and param not in self._waiting and reaches(param):
+            added = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64).square()
+            self._added[param] = self._added[param] + added if param in self._added else added
+
+    def norm_of_added(self) -> float:
+        """Return the norm of what was added to gradients whose mean their owners had, and which nobody has averaged.
+
+        It is right where all ranks have added the same, as of a penalty on weights with a backward of its own.
+        """
+        norm = sum(map(float, self._added.values())) ** 0.5
+        return norm if norm < inf else inf  # a vote has no place for NaN
 
     def reduce(self) -> None:
         """Sum to owners what no wrapper has; their `.grad` becomes the mean."""
@@ -120,10 +134,11 @@ class ShardedGradients(GradientFlow):
             for param, total in zip(params, torch.split(flight.wait(), [p.numel() for p in params]), strict=True):
                 if param in waiting:
                     _set_gradient(param, total.view(param.shape) / ranks)
-        self.bring(self.owner_of)
+        self._waiting.clear()
 
     def forget(self) -> None:
         self._waiting: set[Tensor] = set(self.owner_of)
+        self._added: dict[Tensor, Tensor] = {}
 
     def begin_forward(self) -> None:
         # As by `model.zero_grad()`, which tells nobody.

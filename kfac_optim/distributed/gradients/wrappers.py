@@ -103,10 +103,6 @@ class Wrappers:
         for hook in self._of_all():
             hook.stepped()
 
-    def adds_to_mean(self) -> bool:
-        """Return whether a backward under `no_sync` has added to gradients that their owners had the mean of."""
-        return any(hook.adds_to_mean for hook in self._of_all())
-
     def take_shadowed(self) -> None:
         """Make what came while this rank shadowed the others' backward its gradients."""
         for hook in self._of_all():

@@ -16,6 +16,15 @@ from kfac_optim.distributed.planning.prediction import Seconds
 from kfac_optim.distributed.planning.strategies import Sharded, Strategy
 from kfac_optim.utils.text import describe_bytes, listed, table
 
+AFTER_CLIPPING = " with gradients that came after clip_grad_norm_()"
+"""Ends the words for a call of which a rank refuses the gradients."""
+
+CLIP_LAST = (
+    "Call clip_grad_norm_ after the last backward of a step. To go on from here call optimizer.zero_grad(), which "
+    "drops these gradients."
+)
+"""Says what to do about gradients that came after clipping."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -206,6 +215,8 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str
 def remedy(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Say what a user may do about `differences`, in whole sentences."""
     differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if "call" in differing and any(each.get("call", "").endswith(AFTER_CLIPPING) for each in (mine, theirs)):
+        return CLIP_LAST
     if "call" in differing:
         return (
             "Each of these is a collective: call it on every rank, at the same place of the program, and "

@@ -81,9 +81,16 @@ class ServedStates(StateTransfer):
             return None
         if not any(block.clock.folds for block in statistics.blocks):
             return None
+        return f"the statistics, which the statistics workers {'had' if self._rounds.ended else 'keep'}"
+
+    @property
+    def remedy(self) -> str:
         if self._rounds.ended:
-            return "the statistics, which the statistics workers had (consolidate before dismiss_workers())"
-        return "the statistics, which the statistics workers keep"
+            return (
+                "Now that the workers are dismissed, no call brings the statistics back. Another time call "
+                "optimizer.consolidate_state_dict() and state_dict() before dismiss_workers()."
+            )
+        return "Call optimizer.consolidate_state_dict() on all ranks that train right before state_dict()."
 
     def hold(self, states: Mapping[KFACBlock, Any]) -> None:
         """Have checkpoints hold these states until the next step."""
