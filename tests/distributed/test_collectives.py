@@ -5,6 +5,7 @@ import random
 import re
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -19,12 +20,25 @@ from kfac_optim import Cholesky, LayerSpec
 from kfac_optim.distributed import CostModel, Covered, Plan, Sharded, differences, make_plan
 from kfac_optim.distributed.communication import collectives
 from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.launcher import Launcher
 from kfac_optim.distributed.communication.launches import Event, InFlight, Launch
 from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket, Slot
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
 from kfac_optim.distributed.planning.plan import remedy
 
 SEEDS = range(24)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_comes_as_a_look_out_ends_has_come(fails: bool) -> None:
+    """A rank waits in look-outs of a second or so; one that times out says nothing of the message itself."""
+    work = mock.Mock()
+    work.wait.side_effect = [RuntimeError("timed out"), RuntimeError("broken") if fails else True]
+    work.is_completed.return_value = True
+    launcher = mock.Mock(timeout=timedelta(seconds=60))
+    with pytest.raises(RuntimeError, match="broken") if fails else nullcontext():
+        Launcher._wait_on_host(launcher, work)
+    assert work.wait.call_count == 2
 
 
 def test_what_has_ended_is_not_waited_for_again() -> None:

@@ -212,7 +212,10 @@ class Launcher:
                 work.wait(min(left, _LOOKOUT))
                 return
             except RuntimeError as error:
-                if work.is_completed() or left <= _LOOKOUT:
+                if work.is_completed():
+                    work.wait()  # it may have come just after the look-out had ended; else it raises as it failed
+                    return
+                if left <= _LOOKOUT:
                     raise
                 if self.group.get_group_store().check([_GIVEN_UP]):
                     raise RuntimeError("another rank gave up") from error
