@@ -56,7 +56,7 @@ def dump(
         "clock": dict(vars(block.clock)),
         "opposed": block.spec.opposed,
         "shared_input": block.spec.shared_input,
-        "spread": spread,  # the same on all ranks, as whatever stands under one key in a distributed checkpoint
+        "spread": spread,
         "factors": factors,
         "refreshing": False,
         "momenta": momenta,

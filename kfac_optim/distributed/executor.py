@@ -1,9 +1,8 @@
 """K-FAC on the ranks of a process group: the executor, which has its parts work together in one order on all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,14 +12,19 @@ from kfac_optim.blocks.preconditioning import has_gradient, is_used
 from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.gradients.averaging import SAME_GRADIENTS, AveragingCheck
+from kfac_optim.distributed.gradients.averaging import AveragingCheck
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.gradients.edits import EditWatch, LateGradients
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients.grid import mesh_of
 from kfac_optim.distributed.gradients.joining import Joining
-from kfac_optim.distributed.gradients.sharded_gradients import ShardedGradients
+from kfac_optim.distributed.gradients.sharded_gradients import (
+    ShardedGradients,
+    refuse_added,
+    refuse_complex,
+    refuse_sparse,
+)
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows, ranks_alike
 from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.optimizer_view import OptimizerView
@@ -188,10 +192,10 @@ class DistributedExecutor(Executor):
         sharded = isinstance(self.plan.strategy, Sharded)
         self._late.refuse()
         if sharded:
-            _refuse_sparse(trained)
+            refuse_sparse(trained)
         if verdict.finite and verdict.norm is not None:
             if has_owners:
-                _refuse_added(verdict.norm)
+                refuse_added(verdict.norm)
             elif not sharded:
                 self._averaging.check(verdict.norm, params, trained.names())
         found, again = verdict.marks[: len(blocks)], verdict.marks[len(blocks) :]
@@ -327,7 +331,7 @@ class DistributedExecutor(Executor):
             self.planned.abandon()
         plan = self.agreement.make_plan()
         if isinstance(plan.strategy, Sharded):
-            _refuse_complex(self.agreement.params)
+            refuse_complex(self.agreement.params)
         if self.config.overlap:
             self.ranks.open_early(wrapped=self._wrappers.latest is not None)
         if isinstance(plan.strategy, Sharded) and plan.by_segments(Payload.GRADIENTS):
@@ -372,38 +376,6 @@ def _mark(block: KFACBlock) -> int:
     # the host of those whose statistics have not come (`turns`).
     looks = not block.is_ready or (on_host(block.params[0]) and block.is_overdue())
     return _IS_USED if looks and is_used(block) else _HAS_GRADIENT
-
-
-def _refuse_added(difference: float) -> None:
-    """Raise where ranks have added different gradients, by their norms, to the mean that owners had already."""
-    if not difference <= SAME_GRADIENTS:
-        raise RuntimeError(
-            "kfac_optim: a backward that reduces nothing came after one that had reduced the gradients of this step, "
-            "and what it has added differs from rank to rank. Under Sharded() gradients are with their owners by then, "
-            "and what other ranks add would be lost. Have the last backward before step() outside of no_sync(), or all "
-            "of them within it. DistributedDataParallel reduces only the first backward behind a forward of the "
-            "wrapper, and none of model.module(...): add such losses up, for one backward."
-        )
-
-
-def _refuse_sparse(trained: Trained) -> None:
-    for number, param in enumerate(trained.params):
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            name = trained.names().get(param, f"parameter {number}")
-            raise NotImplementedError(
-                f"kfac_optim: Sharded() brings gradients to their owners in dense messages, and that of {name!r} is "
-                f"{param.grad.layout}. Make it dense (sparse=False), or use Replicated()."
-            )
-
-
-def _refuse_complex(params: Mapping[str, Sequence[nn.Parameter]]) -> None:
-    for name, held in params.items():
-        if any(map(torch.is_complex, held)):
-            raise NotImplementedError(
-                f"kfac_optim: Sharded() sends gradients and parameters as real numbers, and {name!r} is "
-                f"{held[0].dtype}. Make it nn.Parameter(torch.view_as_real(...)) and have the forward use "
-                "torch.view_as_complex of it, or use Replicated()."
-            )
 
 
 def _may_shard(strategy: Strategy | Auto) -> bool:

@@ -32,7 +32,7 @@ _WEIGHT = 0.2  # what the last comparison counts for, of their average
 
 @dataclass(frozen=True)
 class SelectedUpdates(StepSize):
-    """Takes, in each layer, the better of two updates of one size, about that of AdamW's.
+    """Takes, in each layer, the better of two updates of one size, about AdamW's.
 
     Both are made of the momentum `M ← μ M + (1 - μ) ∇` of the layer's gradients, as a matrix `[out, in]` with the bias
     as its last column, and of factors damped relative to their mean eigenvalues (`InverseAndRoot`):

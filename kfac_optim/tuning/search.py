@@ -24,8 +24,8 @@ class Trial:
         damping: of the first param group.
         losses: of each batch before its step, in the loss's own unit.
         gains: by how much the losses of the last batches are lower than those of the untrained model on the same
-            batches; empty where the trial ended early, as a loss was not finite or above twice the largest that is
-            known of the untrained model: of the first batch and of the last ones.
+            batches; empty where the trial ended early, as a loss was not finite or had doubled: it rose above the
+            largest that is known of the untrained model, of the first batch and the last ones, by more than its size.
     """
 
     lr: float

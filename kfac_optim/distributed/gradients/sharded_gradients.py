@@ -14,6 +14,7 @@ from kfac_optim.distributed.communication.launches import InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
+from kfac_optim.distributed.gradients.averaging import SAME_GRADIENTS
 from kfac_optim.distributed.gradients.deliveries import Deliveries
 from kfac_optim.distributed.gradients.flow import GradientFlow, sum_scalars, total_norm
 from kfac_optim.distributed.planning.buckets import Payload
@@ -26,6 +27,7 @@ from kfac_optim.distributed.planning.messages import (
     sum_limit,
 )
 from kfac_optim.distributed.planning.plan import Plan
+from kfac_optim.step.execution import Trained
 from kfac_optim.step.roles import Parts
 from kfac_optim.utils.autograd import reaches
 
@@ -219,6 +221,40 @@ class ShardedGradients(GradientFlow):
                 bounds = sum_limit(self._plan, Payload.GRADIENTS), self._plan.ranks
             self._layouts[key] = LaidOut.of(layout(self._plan, names), *bounds)
         return self._layouts[key]
+
+
+def refuse_added(difference: float) -> None:
+    """Raise RuntimeError where ranks have added different gradients, by their norms, to the mean that owners had."""
+    if not difference <= SAME_GRADIENTS:
+        raise RuntimeError(
+            "kfac_optim: a backward that reduces nothing came after one that had reduced the gradients of this step, "
+            "and what it has added differs from rank to rank. Under Sharded() gradients are with their owners by then, "
+            "and what other ranks add would be lost. Have the last backward before step() outside of no_sync(), or all "
+            "of them within it. DistributedDataParallel reduces only the first backward behind a forward of the "
+            "wrapper, and none of model.module(...): add such losses up, for one backward."
+        )
+
+
+def refuse_sparse(trained: Trained) -> None:
+    """Raise NotImplementedError for a sparse gradient, which no message of `Sharded` has room for."""
+    for number, param in enumerate(trained.params):
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            name = trained.names().get(param, f"parameter {number}")
+            raise NotImplementedError(
+                f"kfac_optim: Sharded() brings gradients to their owners in dense messages, and that of {name!r} is "
+                f"{param.grad.layout}. Make it dense (sparse=False), or use Replicated()."
+            )
+
+
+def refuse_complex(params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    """Raise NotImplementedError for a complex parameter, by its name in the plan."""
+    for name, held in params.items():
+        if any(map(torch.is_complex, held)):
+            raise NotImplementedError(
+                f"kfac_optim: Sharded() sends gradients and parameters as real numbers, and {name!r} is "
+                f"{held[0].dtype}. Make it nn.Parameter(torch.view_as_real(...)) and have the forward use "
+                "torch.view_as_complex of it, or use Replicated()."
+            )
 
 
 def _in_a_row(tensors: Sequence[Tensor]) -> Tensor:
