@@ -168,6 +168,10 @@ class KFACBlock:
         """Return whether there is an inverse to precondition with."""
         return self.clock.refreshed_at >= 0
 
+    def is_refused(self) -> bool:
+        """Return whether a module that uses the parameters was parametrized or pruned since."""
+        return any(map(LayerUse.is_refused, self.uses))
+
     def wants_statistics(self) -> bool:
         """Return whether the current step is one of statistics: by period, or because nothing is known yet.
 
@@ -299,7 +303,8 @@ class KFACBlock:
 
     def follow(self) -> None:
         """Take the state along where the model was moved to another device or dtype."""
-        if self.home != (self.dtype, self.params[0].device):
+        dtype, device = self.home
+        if device != self.params[0].device or dtype != self.dtype:
             tensors = self.state.tensors()
             self.check.reset()
             if self.under_way is not None:  # on the old device, or of the old dtype

@@ -47,7 +47,7 @@ def regularised(param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
 
 def has_gradient(block: KFACBlock) -> bool:
     """Return whether any parameter of the block has a gradient."""
-    return any(param.grad is not None for param in block.params)
+    return any([param.grad is not None for param in block.params])  # noqa: C419 (a generator takes twice as long)
 
 
 def is_used(block: KFACBlock) -> bool:
@@ -162,10 +162,13 @@ class Stacks:
                 for index in members:
                     found[index] = _precondition_alone(blocks[index], grads[index])
             else:
-                together = _precondition_stack(first, state, [grads[index] for index in members])
-                for index, parts in zip(members, together, strict=True):
-                    pairs, dtype = zip(parts, grads[index], strict=True), first.wide_dtype
-                    found[index] = [laid_out(part, grad, dtype) for part, grad in pairs]
+                by_param = list(zip(*(grads[index] for index in members), strict=True))
+                columns = [
+                    _all_laid_out(parts, alike, first.wide_dtype)
+                    for parts, alike in zip(_precondition_stack(first, state, by_param), by_param, strict=True)
+                ]
+                for index, parts in zip(members, zip(*columns, strict=True), strict=True):
+                    found[index] = parts
         return found
 
     def alike(
@@ -194,7 +197,8 @@ class Stacks:
                 for index in members:
                     yield [index], blocks[index].state, to_matrix(blocks[index], tensors[index])
             else:
-                yield members, stack.state, _together(first, [tensors[index] for index in members], first.wide_dtype)
+                by_param = list(zip(*(tensors[index] for index in members), strict=True))
+                yield members, stack.state, _together(first, by_param, first.wide_dtype)
 
     def _number(self, block: KFACBlock) -> int | None:
         """Return the number of a block's kind, which others may share; None for a block that goes alone."""
@@ -274,45 +278,52 @@ def _precondition_alone(block: KFACBlock, grads: Sequence[Tensor]) -> list[Tenso
 
 
 def _precondition_stack(
-    block: KFACBlock, state: InverseState, grads: Sequence[Sequence[Tensor]]
-) -> Iterator[tuple[Tensor, ...]]:
+    block: KFACBlock, state: InverseState, grads: Sequence[tuple[Tensor, ...]]
+) -> list[tuple[Tensor, ...]]:
     """Precondition the gradients of equal blocks as those of one with so many groups.
 
     Args:
         block: the first of the blocks.
         state: of all of them, stacked.
-        grads: of each block, one for each parameter.
+        grads: of each parameter, one for each block.
 
     Returns:
-        The parts of each block, as `apart` gives them.
+        The parts of each parameter, as `apart` gives them.
     """
     matrix = _together(block, grads, block.inverse.applied_dtype(block.state) or block.wide_dtype)
     found = block.inverse.apply(state, matrix, block.damping).to(block.wide_dtype)
+    like = [of_param[0] for of_param in grads]
     if _is_one_matrix(block):
-        return apart(found, grads[0])
-    parts = zip(block.adapter.unpack(block.spec, found), grads[0], strict=True)
-    return zip(*(part.reshape(-1, *each.shape).contiguous().unbind() for part, each in parts), strict=True)
+        return apart(found, like)
+    parts = zip(block.adapter.unpack(block.spec, found), like, strict=True)
+    return [part.reshape(-1, *each.shape).contiguous().unbind() for part, each in parts]
 
 
-def _together(block: KFACBlock, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
-    """Return the matrices of equal blocks, of which one is given, `[blocks · groups, out, in]`, in a dtype."""
-    stacks = [torch.stack(of_param).to(dtype) for of_param in zip(*tensors, strict=True)]
+def _together(block: KFACBlock, tensors: Sequence[tuple[Tensor, ...]], dtype: torch.dtype) -> Tensor:
+    """Return the matrices of equal blocks as one tensor, `[blocks · groups, out, in]`.
+
+    Args:
+        block: the first of the blocks.
+        tensors: of each parameter, one for each block.
+        dtype: of the result.
+    """
+    stacks = [torch.stack(of_param).to(dtype) for of_param in tensors]
     if not _is_one_matrix(block):
         return block.adapter.pack(block.spec, stacks)
-    columns = [stack.reshape(len(tensors), block.spec.out_dim, -1) for stack in stacks]
+    columns = [stack.reshape(len(stack), block.spec.out_dim, -1) for stack in stacks]
     return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
 
 
-def apart(matrix: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Return the parts of each of several blocks whose matrices lie in one tensor, views of one for each parameter.
+def apart(matrix: Tensor, like: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return, of each parameter, the parts of several blocks whose matrices lie in one tensor; they are views of one.
 
     Args:
         matrix: `[blocks, out, in]`.
         like: the shapes of the parts.
     """
     widths = [each.numel() // matrix.shape[1] for each in like]
-    parts = zip(torch.split(matrix, widths, -1), like, strict=True)
-    return zip(*(part.contiguous().view(-1, *each.shape).unbind() for part, each in parts), strict=True)
+    parts = zip(matrix.split_with_sizes(widths, -1), like, strict=True)
+    return [part.contiguous().view(-1, *each.shape).unbind() for part, each in parts]
 
 
 def to_params(block: KFACBlock, matrix: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -326,6 +337,13 @@ def to_params(block: KFACBlock, matrix: Tensor, like: Sequence[Tensor]) -> list[
     parts = block.adapter.unpack(block.spec, matrix_of_layer(matrix, block.spec))
     dtype = block.wide_dtype
     return [laid_out(part.reshape(each.shape), each, dtype) for part, each in zip(parts, like, strict=True)]
+
+
+def _all_laid_out(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Do what `laid_out` does to views of one tensor, which are alike: most often there is nothing to do."""
+    if tensors[0].dtype == dtype and list(map(Tensor.stride, like)).count(tensors[0].stride()) == len(like):
+        return tensors
+    return [laid_out(tensor, each, dtype) for tensor, each in zip(tensors, like, strict=True)]
 
 
 def laid_out(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -100,8 +100,6 @@ class _LayerHook:
         if torch.compiler.is_compiling():
             if not window.captures():
                 return None
-        elif window.idle:
-            return None
         elif window.outside is not None and not window.roots.is_under_way():
             window.outside()
         if not torch.is_grad_enabled():
@@ -180,7 +178,7 @@ class _RootHooks:
             window.roots.leave_interrupted(model)
             if not window.roots.is_under_way():
                 window.begin_forward()
-                if not window.idle and _is_differentiated((args, kwargs)):
+                if not window.idle.on and _is_differentiated((args, kwargs)):
                     window.listener.expect_derivatives()
                 if window.recorder is not None:
                     window.recorder.begin(model, args, kwargs)

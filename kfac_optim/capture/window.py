@@ -27,7 +27,7 @@ from kfac_optim.capture.scale_probe import ScaleProbe
 from kfac_optim.capture.weight_uses import Noted
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import GradientEdge, edge, in_function_transform, no_view, on_gradient
-from kfac_optim.utils.hooks import Handle, LayerHooks, ModeStack
+from kfac_optim.utils.hooks import Handle, Idle, LayerHooks, ModeStack
 
 
 class CaptureWindow(Ledger):
@@ -39,7 +39,7 @@ class CaptureWindow(Ledger):
         modes: the modes that forwards under way run in.
         capturing: whether graphs are to capture; they are traced once with it and once without.
         hooked_layers: a text that changes as layers get hooks or lose them: a graph that captures is then traced anew.
-        idle: whether a forward of the model is running of which nobody wants to hear anything from its layers.
+        idle: is on while a forward of the model runs of which nobody wants to hear anything from its layers.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
         probe: keeps two gradients, to find what they were multiplied by before the step.
         left_out: how many steps did not come because a scaler has found an overflow.
@@ -64,7 +64,8 @@ class CaptureWindow(Ledger):
         self.call_nobody()
         self.roots = Roots()
         self.modes = ModeStack()
-        self.capturing = self.idle = self.aside = False
+        self.capturing = self.aside = False
+        self.idle = Idle()
         self.hooked_layers = "0"  # a text, as graphs take a number that has changed for one that may be any
         self.scaled = False
         self.probe = ScaleProbe()
@@ -73,6 +74,7 @@ class CaptureWindow(Ledger):
         self.graphs = GraphCalls(self, self.roots, self.probe, self._forward_began_in_graph)
         self._offered = False
         self._hooks: list[LayerHooks] = []
+        self._are_off = False
 
     def call_nobody(self) -> None:
         """Let go of all that hears of forwards."""
@@ -101,9 +103,9 @@ class CaptureWindow(Ledger):
         the model without gradients: torch's fast paths of evaluation are closed to modules with hooks. What `after`
         returns, unless it is None, takes the place of the output.
         """
-        hooks = LayerHooks(self._hooks, module, before, after)
+        hooks = LayerHooks(self._hooks, module, before, after, self.idle)
         self._hooks.append(hooks)
-        self.idle = False  # the layer may want the very forward that has just shown it
+        self.idle.on = False  # the layer may want the very forward that has just shown it
         hooks.on()
         return hooks
 
@@ -277,7 +279,7 @@ class CaptureWindow(Ledger):
         # An interrupted forward (KeyboardInterrupt) leaves its own behind.
         self.roots.leave_all()
         self.modes.leave()
-        self.idle = False
+        self.idle.on = False
         self.graphs.renew_nodes(self._watches)
         if self.recorder is not None:
             self.recorder.drop()
@@ -293,16 +295,23 @@ class CaptureWindow(Ledger):
         self.outside = None
         self.notice_what_is_gone()
         self.modes.leave()
-        for hooks in self._hooks:
-            if torch.is_grad_enabled():
-                hooks.on()
-            else:
+        if torch.is_grad_enabled():
+            self._put_hooks_on()
+        else:
+            self._are_off = True
+            for hooks in self._hooks:
                 hooks.off()
         mode = self.listener.mode
         if mode is not None and torch.is_grad_enabled():
-            self.idle = not self.listener.begin_forward()
-            if not self.idle:
+            self.idle.on = not self.listener.begin_forward()
+            if not self.idle.on:
                 self.modes.enter(mode)
+
+    def _put_hooks_on(self) -> None:
+        if self._are_off:
+            self._are_off = False
+            for hooks in self._hooks:
+                hooks.on()
 
     def _forward_began_in_graph(self, nested: bool) -> None:
         if not nested:
@@ -324,9 +333,8 @@ class CaptureWindow(Ledger):
     def end_forward(self) -> None:
         """Note that the model's outermost forward ends, whether or not it failed."""
         self.modes.leave()
-        self.idle = False
-        for hooks in self._hooks:
-            hooks.on()
+        self.idle.on = False
+        self._put_hooks_on()
 
     def notice_what_is_gone(self) -> None:
         """Forget what was captured for a step that a GradScaler has left out, or whose gradients were dropped since."""
@@ -340,5 +348,5 @@ class CaptureWindow(Ledger):
         self._offered = False  # Lightning asks as if a scaler did, after the step has begun
         self.roots.end()
         self.modes.leave()
-        self.idle = False
+        self.idle.on = False
         self.graphs.end(self._watches)

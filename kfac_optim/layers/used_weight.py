@@ -221,7 +221,7 @@ class _Hook:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
         window, watch = self._window(), self._watch()
         # What is traced for a graph makes no statistics here.
-        if window is None or watch is None or torch.compiler.is_compiling() or window.idle:
+        if window is None or watch is None or torch.compiler.is_compiling():
             return None
         if not torch.is_grad_enabled():
             window.roots.layer_without_graph()

@@ -82,8 +82,8 @@ class AdaptiveTrustRegion(StepSize):
     def size(self, proposal: Proposal) -> Sized:
         if proposal.kl_clip is None:
             return Sized(proposal.direction(), {"trust_region_scale": 1.0, "momentum_scale": 1.0})
-        buffers = momenta(proposal)
-        along = torch.cat([slopes(proposal, buffers), slope_of_decay(proposal)])
+        earlier = momenta(proposal)
+        along = torch.cat([slopes(proposal, earlier), slope_of_decay(proposal)])
         promises = proposal.executor.gradients.sum_over_updaters(along)
         own = [*lengths(proposal.products), _added(proposal.products)]
         decrease, quadratic, added, slope, promised, decayed = proposal.executor.stages.sums(own, promises)
@@ -97,7 +97,7 @@ class AdaptiveTrustRegion(StepSize):
         allowed = _SHARE * scale * added
         kept = chosen(promised < -allowed, quotient(-allowed, promised), 1.0)
         scale_all(chain.from_iterable(proposal.parts), scale)
-        scale_momentum(proposal, buffers, kept)
+        scale_momentum(proposal, earlier, kept)
         direction = proposal.direction()
         _keep_directions(proposal, direction)
         holds = scale < longest

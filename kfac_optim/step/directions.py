@@ -90,7 +90,7 @@ def _covered(graded: Sequence[KFACBlock], agreement: Agreement) -> tuple[list[KF
     covered: list[KFACBlock] = []
     unpreconditioned: list[str] = []
     for block in graded:
-        refused = any(use.is_refused() for use in block.uses) or block in agreement.unaccounted
+        refused = block.is_refused() or block in agreement.unaccounted
         if block.is_ready and not refused:
             covered.append(block)
         # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
@@ -117,12 +117,12 @@ def _products(
         joins: joins gradients.
     """
     groups: dict[int, Group] = {id(group): group for group in summed}
-    pairs = [
+    pairs = (
         pair
         for block, left, right in zip(directions.blocks, directions.parts, directions.grads, strict=True)
         if executor.gradients.makes_for_sums(block)
         for pair in zip(block.groups, left, right, strict=True)
-    ]
+    )
     found: dict[int, Tensor] = {}
     lefts: list[Tensor] = []
     rights: list[Tensor] = []

@@ -110,6 +110,8 @@ class Executor:
             NotImplementedError: no executor can.
             RuntimeError: another could.
         """
+        if not any(map(is_part, params)):
+            return
         if sharded := [block for block in blocks if any(map(self._is_stepped_in_parts, block.params))]:
             modules = holders(name for block in sharded for name in block.param_names)
             raise RuntimeError(

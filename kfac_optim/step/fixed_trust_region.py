@@ -33,13 +33,13 @@ class TrustRegion(StepSize):
         if proposal.kl_clip is None:
             return Sized(proposal.direction(), {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         summed = summed_terms(proposal)
-        buffers = [each for each in momenta(proposal) if each.group["momentum"] != 0]
-        promises = proposal.executor.gradients.sum_over_updaters(slopes(proposal, buffers)[1:])
+        earlier = [each for each in momenta(proposal) if each.group["momentum"] != 0]
+        promises = proposal.executor.gradients.sum_over_updaters(slopes(proposal, earlier)[1:])
         decrease, quadratic, promised = proposal.executor.stages.sums(lengths(proposal.products), promises)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         held = momentum_scale(promised, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)
-        scale_momentum(proposal, buffers, held)
+        scale_momentum(proposal, earlier, held)
         *unused, share = scalars_beside(proposal.memory, decrease)
         return Sized(
             proposal.direction(),

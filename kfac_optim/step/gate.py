@@ -209,8 +209,8 @@ def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock
     for param, held in state.items():
         if isinstance(param, Tensor) and isinstance(held, dict):  # users keep notes of their own there
             device = param.device
-            for name in UPDATED:
-                if name in held and isinstance(tensor := held[name], Tensor) and tensor.device != device:
+            for name, tensor in held.items():
+                if isinstance(tensor, Tensor) and tensor.device != device and name in UPDATED:
                     held[name] = tensor.to(device)
     for block in blocks:
         block.follow()

@@ -16,10 +16,11 @@ def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepS
     """Refuse what cannot be stepped, before anything is changed; return the `kl_clip` that all groups agree on."""
     kl_clip = check_groups(groups, step_size)
     for block in blocks:
-        for param, name in zip(block.params, block.param_names, strict=True):
-            if param.grad is not None and param.grad.layout is not torch.strided:
+        for place, param in enumerate(block.params):
+            if (grad := param.grad) is not None and grad.layout is not torch.strided:
+                name = block.param_names[place]
                 raise RuntimeError(
-                    f"kfac_optim: {name!r} has a {param.grad.layout} gradient; preconditioning needs "
+                    f"kfac_optim: {name!r} has a {grad.layout} gradient; preconditioning needs "
                     f"a dense one. Make it dense, or pass skip_layers={holders([name])}."
                 )
     return kl_clip

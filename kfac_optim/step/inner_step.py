@@ -65,7 +65,7 @@ def _suits_fused_cpu(param: nn.Parameter, direction: Tensor, held: Mapping[str, 
         return False
     if held is None:
         return True
-    momentum = held.get("momentum_buffer")
+    momentum = held.get(MOMENTUM)
     return momentum is not None and momentum.dtype == param.dtype and momentum.is_contiguous()
 
 
@@ -75,8 +75,8 @@ _FUSED = (torch.float32, torch.float64)
 def _update(pairs: Sequence[Pair], numbers: Mapping[str, Any], state: State, finite: Tensor | None) -> None:
     params, grads = [param for param, _ in pairs], [grad for _, grad in pairs]
     has_momentum = numbers["momentum"] != 0
-    buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
-    without = sum(buffer is None for buffer in buffers)
+    buffers = [state[param].get(MOMENTUM) for param in params] if has_momentum else []
+    without = len([buffer for buffer in buffers if buffer is None])
     if numbers["fused"] and 0 < without < len(buffers):  # torch's fused kernels take momentum of all or of none
         for has_none in (True, False):
             some = [pair for pair, buffer in zip(pairs, buffers, strict=True) if (buffer is None) == has_none]
@@ -86,7 +86,7 @@ def _update(pairs: Sequence[Pair], numbers: Mapping[str, Any], state: State, fin
         params,
         grads,
         buffers,
-        has_sparse_grad=any(grad.is_sparse for grad in grads),
+        has_sparse_grad=bool([grad for grad in grads if grad.is_sparse]),
         foreach=numbers["foreach"],
         fused=numbers["fused"],
         found_inf=None if finite is None else (~finite).float(),  # with it torch's fused kernels change nothing
@@ -97,8 +97,9 @@ def _update(pairs: Sequence[Pair], numbers: Mapping[str, Any], state: State, fin
         nesterov=numbers["nesterov"],
         maximize=numbers["maximize"],
     )
-    for param, buffer in zip(params, buffers, strict=False):
-        state[param][MOMENTUM] = buffer
+    if without:
+        for param, buffer in zip(params, buffers, strict=True):
+            state[param][MOMENTUM] = buffer
 
 
 def take_on_means(groups: Sequence[Group], state: State) -> None:

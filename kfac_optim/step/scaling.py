@@ -1,7 +1,7 @@
 """Sums over a proposed step, and the scaling of its directions and of the momentum."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,15 +32,15 @@ def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
     return [(param, group) for param, group in zip(params, groups, strict=True) if param in here]
 
 
-class Momentum(NamedTuple):
-    """Holds the part of one parameter's momentum that is here."""
+class Momenta(NamedTuple):
+    """Holds what is here of the momentum of one param group."""
 
     group: Group
-    buffer: Tensor
-    gradient: Tensor
-    """`∇h`."""
-    counts: bool
-    """Whether sums over ranks take this part: of copies they take one."""
+    buffers: list[Tensor]
+    counted: list[Tensor]
+    """Those of the buffers that sums over ranks take: of copies they take one."""
+    gradients: list[Tensor]
+    """`∇h` of the same parameters."""
 
 
 def penalty(groups: Iterable[Group], values: Mapping[nn.Parameter, Tensor]) -> float:
@@ -58,22 +58,24 @@ def penalty(groups: Iterable[Group], values: Mapping[nn.Parameter, Tensor]) -> f
     return total
 
 
-def momenta(proposal: Proposal) -> list[Momentum]:
+def momenta(proposal: Proposal) -> list[Momenta]:
     """Return the momentum of the parameters that are covered and updated here.
 
     Where the group has no momentum, it is the direction of the last step.
     """
     counts = proposal.executor.gradients.counts
-    return [
-        Momentum(group, local(buffer), local(regularised(param, group)), counts(param))
-        for param, group in covered_here(proposal)
-        if param.grad is not None and (buffer := proposal.momentum(param)) is not None
-    ]
-
-
-def counted(buffers: Iterable[Momentum]) -> list[tuple[Group, Tensor, Tensor]]:
-    """Return what sums over ranks take of these: momentum and gradient, with their param groups."""
-    return [(each.group, each.buffer, each.gradient) for each in buffers if each.counts]
+    found: dict[int, Momenta] = {}
+    for param, group in covered_here(proposal):
+        if param.grad is None or (buffer := proposal.momentum(param)) is None:
+            continue
+        if (of_group := found.get(id(group))) is None:
+            of_group = found[id(group)] = Momenta(group, [], [], [])
+        here = local(buffer)
+        of_group.buffers.append(here)
+        if counts(param):
+            of_group.counted.append(here)
+            of_group.gradients.append(local(regularised(param, group)))
+    return list(found.values())
 
 
 def lengths(products: Sequence[tuple[Group, Scalar]]) -> tuple[Scalar, Scalar]:
@@ -82,12 +84,14 @@ def lengths(products: Sequence[tuple[Group, Scalar]]) -> tuple[Scalar, Scalar]:
     return total([rate * product for rate, product in rates]), total([rate * rate * product for rate, product in rates])
 
 
-def slopes(proposal: Proposal, buffers: Iterable[Momentum]) -> Tensor:
+def slopes(proposal: Proposal, held: Iterable[Momenta]) -> Tensor:
     """Return `Σ lr bᵀ∇` along the momentum `b`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
     found: list[Tensor] = []
     device = (proposal.covered[0].params[0] if proposal.covered else proposal.memory).device
-    for group, lefts, rights in by_group(counted(buffers)):
-        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
+    for group, _, counted, gradients in held:
+        if not counted:
+            continue
+        product = inner_product(joined(counted), proposal.joins.of(gradients), device)
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
         slope = product * (sign * scalar_beside(group["lr"], product))
         found.append(torch.stack([slope, slope * group["momentum"]]))
@@ -120,19 +124,20 @@ def _has_decay(group: Group) -> bool:
 def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
     """Return each param group, whose numbers multiply all its products, and the two sides of its pairs."""
     found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}
+    last, lefts, rights = None, list[Tensor](), list[Tensor]()
     for group, left, right in pairs:
-        if (sides := found.get(id(group))) is None:
-            sides = found[id(group)] = group, [], []
-        sides[1].append(left)
-        sides[2].append(right)
+        if group is not last:
+            last, lefts, rights = found.setdefault(id(group), (group, [], []))
+        lefts.append(left)
+        rights.append(right)
     return found.values()
 
 
-def scale_momentum(proposal: Proposal, buffers: Iterable[Momentum], factor: Scalar) -> None:
+def scale_momentum(proposal: Proposal, held: Iterable[Momenta], factor: Scalar) -> None:
     """Scale momentum for good, and so not where the step will not be taken."""
     if proposal.finite is not None:
         factor = chosen(proposal.finite, factor, 1.0)
-    scale_all([each.buffer for each in buffers if each.group["momentum"] != 0], factor)
+    scale_all([buffer for each in held if each.group["momentum"] != 0 for buffer in each.buffers], factor)
 
 
 def scale_all(tensors: Iterable[Tensor], factor: Scalar) -> None:
@@ -140,7 +145,22 @@ def scale_all(tensors: Iterable[Tensor], factor: Scalar) -> None:
     if not isinstance(factor, Tensor) and factor == 1.0:
         return
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
+    for tensor in _undivided(tensors):
         by_device[tensor.device].append(tensor)
     for device, alike in by_device.items():
         torch._foreach_mul_(alike, brought(factor, device) if isinstance(factor, Tensor) else factor)
+
+
+def _undivided(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Return distinct tensors; where some are together all of another, as those of a stack, that one in their place."""
+    parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for tensor in tensors:
+        if (whole := tensor._base) is None:
+            yield tensor
+        else:
+            parts.setdefault(id(whole), (whole, []))[1].append(tensor)
+    for whole, divided in parts.values():
+        if sum(map(Tensor.numel, divided)) == whole.numel():
+            yield whole
+        else:
+            yield from divided

@@ -281,7 +281,9 @@ class _Bundle(NamedTuple):
 
     def parts(self, update: Tensor) -> Iterable[Sequence[Tensor]]:
         """Return the parts of an update, shaped as `matrix`, that belong to each parameter of each layer."""
-        return apart(update, self.like) if len(self.blocks) > 1 else [to_params(self.blocks[0], update, self.like)]
+        if len(self.blocks) > 1:
+            return zip(*apart(update, self.like), strict=True)
+        return [to_params(self.blocks[0], update, self.like)]
 
     def preferences(self, proposal: Proposal) -> Tensor:
         """Return those of all its layers, `[blocks]`; see `_preference`."""

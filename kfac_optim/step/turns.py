@@ -27,7 +27,7 @@ def _may_be_used(block: KFACBlock, agreement: Agreement) -> bool:
 
     Gradients are looked at where they are on the host; elsewhere each counts as not zero.
     """
-    if block in agreement.unaccounted or any(use.is_refused() for use in block.uses):
+    if block in agreement.unaccounted or block.is_refused():
         return False
     if not on_host(block.params[0]):
         return True

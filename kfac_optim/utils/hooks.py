@@ -35,16 +35,34 @@ class Handles:
             handle.remove()
 
 
+@dataclass(slots=True)
+class Idle:
+    """Says whether the forward that is under way is one in which layers have nothing to tell."""
+
+    on: bool = False
+
+
+_NEVER_IDLE = Idle()
+
+
 class PicklableHook:
-    """Hooks a module, and neither pickles nor copies what it calls."""
+    """Hooks a module, and neither pickles nor copies what it calls.
 
-    __slots__ = ("_function",)
+    Args:
+        function: is called with what the hook is given.
+        idle: while it is on, `function` is not called outside of graphs. Each layer asks at each call, so that this
+            must take no longer than it has to.
+    """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    __slots__ = ("_function", "_idle")
+
+    def __init__(self, function: Callable[..., Any], idle: Idle = _NEVER_IDLE) -> None:
+        self._function, self._idle = function, idle
 
     @inline_only
     def __call__(self, *args: Any) -> Any:
+        if not torch.compiler.is_compiling() and self._idle.on:
+            return None
         # A trace is compared with a second one, and like an exported model it is to hold nothing but the model.
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if is_traced or torch.compiler.is_exporting() or is_fx_symbolic_tracing():
@@ -83,6 +101,7 @@ class LayerHooks:
     module: nn.Module
     before: Callable[..., None] | None
     after: Callable[..., Any]
+    idle: Idle
     _handles: list[RemovableHandle] = field(default_factory=list)
     _is_on: bool = False  # what the handles tell too, but `torch.compile` cannot look at them
 
@@ -90,8 +109,10 @@ class LayerHooks:
         if self._is_on:
             return
         self._is_on = True
-        before, after = PicklableHook(self._call_before), PicklableHook(self._call_after)
+        # One that has something to do before the forward asks there what it has to do after it.
+        after = PicklableHook(self._call_after, self.idle if self.before is None else _NEVER_IDLE)
         if self.before is not None:
+            before = PicklableHook(self._call_before)
             self._handles.append(self.module.register_forward_pre_hook(before, with_kwargs=True))
         # First among the module's hooks: the output is then the layer's own, and the root call still open when the
         # model is this very layer.

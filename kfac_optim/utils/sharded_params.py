@@ -140,7 +140,7 @@ def is_part(param: nn.Parameter) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a DTensor, which shares its memory; a plain tensor is returned as it is."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    part: Tensor = tensor.to_local() if _holds_parts(type(tensor)) else tensor  # type: ignore[attr-defined]
     return part
 
 

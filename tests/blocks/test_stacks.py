@@ -89,7 +89,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, optimizer: KFACOptimizer) -> list[i
     whole = preconditioning._precondition_stack
 
     def noted(block: Any, state: Any, grads: Any) -> Any:
-        found.append(len(grads))
+        found.append(len(grads[0]))
         return whole(block, state, grads)
 
     monkeypatch.setattr(preconditioning, "_precondition_stack", noted)

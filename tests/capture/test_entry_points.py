@@ -308,9 +308,9 @@ def test_ordinary_training_needs_no_word() -> None:
 def idle_within(model: nn.Module, layer: nn.Module, optimizer: KFACOptimizer, x: Tensor) -> bool:
     """Whether layers of the model return at once in a forward, after which they never do."""
     seen = []
-    with layer.register_forward_hook(lambda *_: seen.append(optimizer._window.idle)):
+    with layer.register_forward_hook(lambda *_: seen.append(optimizer._window.idle.on)):
         model(x).square().mean().backward()
-    assert not optimizer._window.idle
+    assert not optimizer._window.idle.on
     return all(seen)
 
 
@@ -353,7 +353,7 @@ def test_a_forward_that_was_interrupted_leaves_no_layer_deaf() -> None:
     with model.decoder.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         model(batch(1))
     optimizer.zero_grad()
-    assert not optimizer._window.idle
+    assert not optimizer._window.idle.on
 
 
 class Branches(nn.Module):
