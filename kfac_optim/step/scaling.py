@@ -38,9 +38,9 @@ class Momenta(NamedTuple):
     group: Group
     buffers: list[Tensor]
     counted: list[Tensor]
-    """Those of the buffers that sums over ranks take: of copies they take one."""
+    """The buffers that sums over ranks take: of copies they take one."""
     gradients: list[Tensor]
-    """`∇h` of the same parameters."""
+    """The gradients `∇h` beside `counted`."""
 
 
 def penalty(groups: Iterable[Group], values: Mapping[nn.Parameter, Tensor]) -> float:
