@@ -104,9 +104,13 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
             for local in first.trained
             if all(_parameters(use).get(local) == _parameters(first)[local] for use in uses)
         }
+        shared = " and ".join(sorted(trained))
+        of_bias = "bias of a weight tied to other layers"
+        of_other = f"its layer shares {shared} with another, and only that is preconditioned"
         for use in uses:
             for local in use.trained - trained:
-                coverage.uncovered[use.params[local]] = "bias of a weight tied to other layers"
+                is_bias = local.replace("bias", "weight") in trained
+                coverage.uncovered[use.params[local]] = of_bias if is_bias else of_other
     described = [_describe(use, trained) for use in uses]
     opposed = [_opposed(first, use) for use in uses]
     if any(

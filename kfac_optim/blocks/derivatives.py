@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Watches
 from kfac_optim.blocks.block import KFACBlock, LayerUse
-from kfac_optim.capture.batches import examples_of
 from kfac_optim.capture.function_modes import Function, Product
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import RootCall
@@ -36,6 +35,7 @@ from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import edge, mapped
+from kfac_optim.utils.precision import as_autocast
 
 _CONVOLUTION_ADAPTERS = (ConvAdapter, ConvTransposeAdapter)
 _OPERANDS = ("input", "weight", "bias")
@@ -108,7 +108,9 @@ class DerivativeUses:
         output = self._apply(
             product.input, product.weight, bias, MatrixMap(product.transposed), block, rows_of, opposed
         )
-        return output if output is None or product.bias is None or bias is not None else output + product.bias
+        if output is None or product.bias is None or bias is not None:
+            return output
+        return output + product.bias.to(output.dtype)  # which is narrow under autocast
 
     def convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Compute a convolution with the weight of a block."""
@@ -132,6 +134,9 @@ class DerivativeUses:
             layer_input, padding = pad(layer_input, tuple(zip(padding, after[0], strict=True))), (0,) * ndim
             context = (*stride, *dilation, *padding, *padding)
         numbers = stride, padding, dilation, transposed, by_axis(beyond, ndim), module.groups
+        layer_input = as_autocast(
+            layer_input
+        )  # which knows the functions of torch.nn.functional on the CPU, and no other
         weight_map = ConvolutionMap(tuple(layer_input.shape[-ndim:]), *numbers)
         adds_bias = len(block.params) > 1 and bias is block.params[1]
         rows_of = partial(_convolution_rows, block, use)
@@ -140,7 +145,7 @@ class DerivativeUses:
         if output is None:
             return None
         self._followed.add(weight)
-        return output if bias is None or adds_bias else weight_map.with_bias(output, bias)
+        return output if bias is None or adds_bias else weight_map.with_bias(output, bias.to(output.dtype))
 
     def _apply(
         self,
@@ -225,7 +230,8 @@ class _Notes:
         if self.is_derived:
             block.join_uses()
         context = use_context(transposed != self.opposed, self.adds_bias, *self.of_function)
-        return window.note_use(watch, tensor, self.root, context, examples=examples_of(tensor, 1))
+        examples = None if self.is_single and self.depth == 0 else tensor.size(0)
+        return window.note_use(watch, tensor, self.root, context, examples=examples)
 
 
 def _statistics(

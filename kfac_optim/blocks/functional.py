@@ -37,6 +37,7 @@ from kfac_optim.factors.layer_call import ADDS_BIAS, LayerCall, adds_bias_to_fir
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ProductAdapter, ProductStatistics
+from kfac_optim.layers.weight_uses import use_context
 from kfac_optim.utils.autograd import in_function_transform, saved_tensors_are_hooked
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import Shards
@@ -132,6 +133,10 @@ class FunctionalUses(ForwardListener, GraphUses):
             self.look()
         return wanted
 
+    def begin_alone(self) -> bool:
+        window = self._window()
+        return window is not None and not window.roots.is_under_way() and self.begin()
+
     def look(self) -> None:
         """Note that a forward of the model runs in the mode, perhaps in a graph."""
         self._looking = True
@@ -160,7 +165,11 @@ class FunctionalUses(ForwardListener, GraphUses):
             if not (in_function_transform() or block.strikes):
                 return None  # such a product by itself has factors of its own, see `_opposes`
             block.join_uses()
-        return self.derivatives.product(product, known, block, opposed=opposed)
+        output = self.derivatives.product(product, known, block, opposed=opposed)
+        call = None if output is None or opposed else getattr(output.grad_fn, "kfac_call", None)
+        if call is not None:
+            self._last[known.weight] = call
+        return output
 
     def follow_convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         return self.derivatives.convolution(function, args, kwargs) if _may_follow() else None
@@ -176,11 +185,7 @@ class FunctionalUses(ForwardListener, GraphUses):
             self._owners.pop(module).remove()
         if window is not None:
             for module in owners - self._owners.keys():
-                self._owners[module] = run_in(window, module, self.mode, self._begin_alone)
-
-    def _begin_alone(self) -> bool:
-        window = self._window()
-        return window is not None and not window.roots.is_under_way() and self.begin()
+                self._owners[module] = run_in(window, module, self.mode, self.begin_alone)
 
     def end_step(self) -> None:
         """Note that a step was taken: what its forwards did not show is not looked for any more."""
@@ -235,6 +240,8 @@ class FunctionalUses(ForwardListener, GraphUses):
         call = self._last.pop(weight, None)
         if call is not None and not call.context:
             call.context = ADDS_BIAS
+        elif call is not None and call.context == use_context(False, False):  # a product that is followed
+            call.context = use_context(False, True)
         return weight in self._blocks
 
     def saw_product(self, product: Product, output: Tensor) -> Tensor:

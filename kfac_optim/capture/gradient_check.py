@@ -24,7 +24,7 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import on_gradient_first, reaches
 from kfac_optim.utils.hooks import weakly
-from kfac_optim.utils.precision import rounding_of_products
+from kfac_optim.utils.precision import rounding_of_products, without_autocast
 from kfac_optim.utils.sharded_params import whole
 from kfac_optim.utils.streams import brought
 
@@ -144,12 +144,16 @@ class GradientCheck:
         if gradient.layout is not torch.strided:
             self.spoil()
             return
-        product = self._matrix(params, index, gradient) @ self._directions
-        self._added = product if self._added is None else self._added + product
-        if index not in self._penalties:  # now, as a parameter kept in shards is whole within backward alone
-            held = self._matrix(params, index, params[index].detach())
-            along = held @ self._directions
-            self._penalties[index] = [along, held.sign() @ self._directions, held @ (held.mT @ along)]
+        kind = gradient.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # backward itself multiplies in the narrow dtype then
+            self._dtypes.add((torch.get_autocast_dtype(kind), kind))
+        with without_autocast((kind,)):
+            product = self._matrix(params, index, gradient) @ self._directions
+            self._added = product if self._added is None else self._added + product
+            if index not in self._penalties:  # now, as a parameter kept in shards is whole within backward alone
+                held = self._matrix(params, index, params[index].detach())
+                along = held @ self._directions
+                self._penalties[index] = [along, held.sign() @ self._directions, held @ (held.mT @ along)]
 
     def _matrix(self, params: Sequence[nn.Parameter], index: int, tensor: Tensor) -> Tensor:
         """Make the matrix `[groups, out, in]` of a tensor that is shaped like one parameter, the others being zero."""

@@ -53,6 +53,13 @@ class ForwardListener:
         """
         return False
 
+    def begin_alone(self) -> bool:
+        """Note that the forward of a module begins; return whether it is to run in the mode, outside of the model's.
+
+        That is where it runs by itself, or again within backward.
+        """
+        return False
+
     def look(self) -> None:
         """Note that a forward of the model runs in the mode, perhaps in a graph."""
 

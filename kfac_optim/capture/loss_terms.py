@@ -66,6 +66,11 @@ class RootCall:
     recomputes: bool = False
     is_mapped: bool = False
 
+    def note_examples(self, examples: int | None) -> None:
+        """Note that a layer in the call was handed a batch, or (None) a single example without a batch dimension."""
+        self.unbatched |= examples is None
+        self.batched |= examples is not None
+
 
 _OUTSIDE = 0
 

@@ -102,8 +102,7 @@ class Roots:
         """Return the forward of the model in which a layer is called, with a batch or (None) with a single example."""
         root = self.current()
         if root is not None:
-            root.unbatched |= examples is None
-            root.batched |= examples is not None
+            root.note_examples(examples)
         return root
 
     def of_graph_within_backward(self) -> RootCall | None:

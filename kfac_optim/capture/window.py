@@ -182,7 +182,7 @@ class CaptureWindow(Ledger):
             return None, None
         self.begin_layer()
         if root is not None:
-            root.batched |= examples is not None
+            root.note_examples(examples)
             if root.terms is None and self.rule is LossTerms.EXAMPLES:
                 root.terms = examples  # `torch.vmap` hides the batch from the forward of the model
         call = ForwardCall(self, watch, root, examples, tensor, training, context, 0 if root is None else root.number)

@@ -30,6 +30,7 @@ from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, StatisticsSink
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import without_function_modes
 from kfac_optim.utils.hooks import Handle, Handles
+from kfac_optim.utils.precision import as_autocast
 
 _Module = nn.RNNBase | nn.RNNCellBase
 
@@ -39,6 +40,12 @@ Step = Callable[[Tensor, Tensor, State], State]
 """Makes the next state of what the input and `h` give the gates, `[batch, gates · hidden]` each."""
 Note = Callable[[Tensor, Sequence[Tensor], Tensor], None]
 """Receives a weight, its input rows in one or several parts, and its output rows."""
+
+# The names that torch's functions give their arguments.
+_OPTIONS = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
+_OF_SEQUENCE = ("input", "hx", *_OPTIONS, "batch_first")
+_OF_PACKED = ("data", "batch_sizes", "hx", *_OPTIONS)
+_OF_CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 
 _WEIGHT = re.compile(r"weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 
@@ -142,23 +149,26 @@ class _Forwards:
             table[getattr(torch, f"{name}_cell")] = functools.partial(_out_of_sight, self._cell, step)
         return table
 
-    def _sequence(self, step: Step, *args: Any) -> tuple[Tensor, ...]:
+    def _sequence(self, step: Step, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Compute what `torch.lstm` and its like do: `(output, h)` or `(output, h, c)`."""
-        if not isinstance(args[3], bool):  # (data, batch_sizes, hx, weights, …) of packed sequences
-            data, batch_sizes, hx, *options = args
+        second = args[1] if len(args) > 1 else None
+        if "batch_sizes" in kwargs or (isinstance(second, Tensor) and not second.is_floating_point()):
+            data, batch_sizes, hx, *options = _in_order(_OF_PACKED, args, kwargs)
             sizes = tuple(batch_sizes.tolist())  # always on the CPU: nothing is waited for
             rows, state = run_stack(step, data, sizes, _as_state(hx), options, functools.partial(self._note, sizes))
             return rows, *state
-        layer_input, hx, *options, batch_first = args
+        layer_input, hx, *options, batch_first = _in_order(_OF_SEQUENCE, args, kwargs)
         by_time = layer_input.transpose(0, 1) if batch_first else layer_input
         time, batch, _ = by_time.shape
         sizes, data = (batch,) * time, by_time.flatten(0, 1)
         rows, state = run_stack(step, data, sizes, _as_state(hx), options, functools.partial(self._note, sizes))
         output = rows.view(time, batch, rows.shape[-1])
-        return output.transpose(0, 1) if batch_first else output, *state
+        results = output.transpose(0, 1) if batch_first else output, *state
+        return tuple(map(as_autocast, results)) if _is_onednn(step, layer_input, state) else results
 
-    def _cell(self, step: Step, rows: Tensor, hx: Any, *weights: Any) -> Tensor | State:
+    def _cell(self, step: Step, *args: Any, **kwargs: Any) -> Tensor | State:
         """Compute what `torch.lstm_cell` and its like do: a sequence of one step."""
+        rows, hx, *weights = _in_order(_OF_CELL, args, kwargs)
         sizes, note = (len(rows),), functools.partial(self._note, (len(rows),))
         _, state = run_direction(step, rows, sizes, _as_state(hx), Weights(*weights), False, note)
         return state if len(state) > 1 else state[0]
@@ -172,13 +182,28 @@ class _Forwards:
                 window.note(watch, layer_input, output, examples=examples, context=sizes)
 
 
-def _out_of_sight(recurrence: Callable[..., Any], step: Step, *args: Any) -> Any:
+def _out_of_sight(recurrence: Callable[..., Any], step: Step, *args: Any, **kwargs: Any) -> Any:
     """Run a recurrence unseen by function modes: it makes hundreds of calls, none of which a listener would note."""
-    tensors = (each for each in tree_leaves(args) if isinstance(each, Tensor))
+    tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):  # functions of a subclass are its own
-        return recurrence(step, *args)
+        return recurrence(step, *args, **kwargs)
     with without_function_modes():
-        return recurrence(step, *args)
+        return recurrence(step, *args, **kwargs)
+
+
+def _in_order(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return all arguments in the order of `names`; one that was not given, as a bias of a cell, is None."""
+    return (*args, *(kwargs.get(name) for name in names[len(args) :]))
+
+
+def _is_onednn(step: Step, layer_input: Tensor, state: State) -> bool:
+    """Return whether the fused call is oneDNN's, which gives all its results in autocast's dtype, if that is on."""
+    if step is not lstm_step or layer_input.dtype not in (torch.float32, torch.bfloat16) or not layer_input.numel():
+        return False
+    if layer_input.device.type != "cpu" or state[0].shape[-1] != state[1].shape[-1]:  # the states of a projection
+        return False
+    onednn = torch.backends.mkldnn
+    return bool(onednn.is_available()) and bool(onednn.enabled)  # type: ignore[no-untyped-call]
 
 
 def _as_state(hx: Tensor | State) -> State:

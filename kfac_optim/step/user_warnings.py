@@ -130,7 +130,8 @@ class UserWarnings:
                 "torch.compile made of a model without these hooks, and takes for this one (call "
                 "torch._dynamo.reset() before the optimizer is built); or, with an estimate that names the loss, an "
                 "output that is not found (under torch.compile call the criterion that the estimate names, outside of "
-                "what is compiled). "
+                "what is compiled), or layers under checkpointing with use_reentrant=True, into which it cannot look "
+                "(pass use_reentrant=False). "
                 "optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )

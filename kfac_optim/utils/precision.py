@@ -21,6 +21,13 @@ def without_autocast(device_types: Iterable[str]) -> ExitStack:
     return stack
 
 
+def as_autocast(tensor: Tensor) -> Tensor:
+    """Return the tensor as autocast hands it to a product: in the narrow dtype, where it is on and the tensor wide."""
+    kind = tensor.device.type
+    is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64 and kind != "meta"
+    return tensor.to(torch.get_autocast_dtype(kind)) if is_cast and torch.is_autocast_enabled(kind) else tensor
+
+
 @functools.cache
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums over tensors of `dtype` are taken in; to ask torch costs as much as a short sum."""

@@ -149,6 +149,17 @@ def test_a_linear_tied_to_a_convolution_of_another_shape_is_left_to_sgd_with_the
     assert reasons(optimizer) == {"one.weight": of_weight, "one.bias": of_bias, "two.bias": of_bias}
 
 
+def test_other_matrices_of_layers_that_share_one_are_left_to_sgd_with_the_reason() -> None:
+    model = nn.ModuleList([nn.RNN(4, 3), nn.RNN(4, 3)])
+    model[1].weight_ih_l0 = model[0].weight_ih_l0
+    found = reasons(KFACOptimizer(model, lr=0.1))
+    of_other = "its layer shares weight_ih_l0 with another, and only that is preconditioned"
+    of_bias = "bias of a weight tied to other layers"
+    assert {found[f"{i}.weight_hh_l0"] for i in range(2)} == {of_other}
+    assert {found[f"{i}.bias_hh_l0"] for i in range(2)} == {of_other}
+    assert {found[f"{i}.bias_ih_l0"] for i in range(2)} == {of_bias}
+
+
 class TiedEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -518,6 +518,22 @@ def test_under_autocast_gradients_are_those_of_the_model_without_an_optimizer(pe
         assert_same(followed, plain, rtol=0.05)
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(6, 5), nn.Conv1d(3, 4, 2), nn.ConvTranspose1d(3, 4, 2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_under_autocast_products_have_the_dtype_that_torch_gives_them(layer: nn.Module, bias: bool) -> None:
+    """Also where the bias is not trained, and added to the product."""
+    model = nn.Sequential(copy.deepcopy(layer))
+    model[0].get_parameter("bias").requires_grad_(bias)
+    x, results = torch.randn(2, 3, 6, requires_grad=True), []
+    for follows in (False, True):
+        optimizer = KFACOptimizer(model, lr=0.0) if follows else None
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        assert optimizer is None or optimizer._binding.coverage.blocks[0].follows_uses
+        results.append(output.dtype)
+    assert results == [torch.bfloat16, torch.bfloat16]
+
+
 def test_a_summand_that_a_number_multiplies_is_in_the_product_all_the_same() -> None:
     class Summed(nn.Module):
         def __init__(self) -> None:
@@ -666,3 +682,52 @@ def test_a_forward_that_maps_over_its_examples_is_that_of_their_batch(kind: str,
             optimizer.step()
         results.append((output, [param.grad for param in model.parameters()], optimizer.factors()))
     torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", ["linear", "convolutions", "images"])
+def test_points_one_by_one_without_a_batch_dimension_count_as_their_batch(name: str) -> None:
+    results = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        model, x = MODELS[name]().double(), torch.randn(3, 6, dtype=torch.float64)
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky())
+        total = torch.zeros((), dtype=torch.float64)
+        for points in x if alone else [x]:
+            leaf = points.clone().requires_grad_()
+            output = model(leaf)
+            (gradient,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
+            total = total + gradient.square().sum() + output.square().sum()
+        (total / 3).backward()
+        optimizer.step()
+        results.append(optimizer.factors())
+    for key, pair in results[0].items():
+        assert_same(results[1][key], pair, rtol=1e-9)
+
+
+class Apart(nn.Linear):
+    """Adds its bias by itself."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        return F.linear(input, self.weight) + self.bias
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+def test_a_subclass_of_linear_that_adds_its_bias_apart_is_followed_as_plain(penalty: bool) -> None:
+    results = []
+    for first in (nn.Linear(6, 4), Apart(6, 4)):
+        torch.manual_seed(0)
+        model = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 2)).double()
+        x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+        model[0].load_state_dict({"weight": torch.ones(4, 6), "bias": torch.zeros(4)})
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                optimizer.zero_grad()
+                output = model(x)
+                (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+                (output.square().sum() + penalty * gradient.square().sum()).backward()
+                optimizer.step()
+        results.append(optimizer.factors())
+    for name, pair in results[0].items():
+        assert_same(results[1][name], pair, rtol=1e-12)

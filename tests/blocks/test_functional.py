@@ -1231,6 +1231,40 @@ def test_a_bare_matrix_whose_module_is_called_by_hand_is_measured() -> None:
         assert_same(ours.factors()[name], pair)
 
 
+class Beside(nn.Linear):
+    """Takes a mask before its input, and returns that input beside its product."""
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(x * mask, self.weight) + self.bias, x], -1)
+
+
+class CallsBeside(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.layer, self.head = nn.Linear(4, 4), Beside(4, 2), nn.Linear(6, 3)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        given = (hidden > 0).to(x.dtype), hidden
+        return self.head(checkpoint(self.layer, *given, use_reentrant=True) if self.recompute else self.layer(*given))
+
+
+@pytest.mark.parametrize("way", ["recomputed", "by hand"])
+def test_a_subclass_of_linear_is_measured_at_its_product_outside_of_the_models_forward(way: str) -> None:
+    model, whole = CallsBeside(way == "recomputed"), CallsBeside(False)
+    ours, theirs = KFACOptimizer(model, lr=0.0), KFACOptimizer(whole, lr=0.0)
+    ours.set_loss_terms(8)
+    square_loss(model.forward(batch()) if way == "by hand" else model(batch())).backward()
+    square_loss(whole(batch())).backward()
+    ours.step()
+    theirs.step()
+    assert ours.factors().keys() == {"stem", "layer", "head"}
+    for name, pair in theirs.factors().items():
+        assert_same(ours.factors()[name], pair)
+
+
 # -- uses that are out of sight ----------------------------------------------------------------------------------
 
 

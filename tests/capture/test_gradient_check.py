@@ -146,6 +146,24 @@ def test_sums_in_a_narrow_dtype_and_gradients_that_it_cannot_hold_are_no_differe
     assert optimizer.metrics()["left_out_parameters"] == 0
 
 
+@pytest.mark.parametrize("forward_too", [False, True])
+def test_what_runs_in_float32_accounts_for_its_gradient_where_the_backward_runs_within_autocast(
+    forward_too: bool,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32))
+    optimizer, ids = optimizer_of(model), torch.randint(50, (8, 6))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward_too):
+                loss = F.cross_entropy(model(ids).mean(1), ids[:, 0] % 10)
+            loss.backward()
+        with no_warning():
+            optimizer.step()
+    assert optimizer.metrics()["left_out_parameters"] == 0
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("loss", [of_half_precision, of_two_backwards])
 def test_rounding_several_backwards_and_graphs_are_no_difference(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
@@ -549,6 +550,43 @@ def test_cells_equal_the_fused_ones_and_linear_layers_in_a_loop(
         assert_same(factors["cell." + name.removeprefix("matrices.")], pair)
 
 
+NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
+
+
+class ByName(TorchFunctionMode):
+    """Has torch's own functions called with all arguments by name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.gru_cell:
+            names: tuple[str, ...] = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
+        elif func is torch.lstm:
+            packed = isinstance(args[1], Tensor)
+            names = ("data", "batch_sizes", "hx", *NAMES) if packed else ("input", "hx", *NAMES, "batch_first")
+        else:
+            return func(*args, **(kwargs or {}))
+        return func(**dict(zip(names, args, strict=True)))
+
+
+@pytest.mark.parametrize("form", ["cell", "sequence", "packed"])
+def test_arguments_of_the_fused_call_may_be_given_by_name(form: str) -> None:
+    kind = nn.GRUCell if form == "cell" else nn.LSTM
+
+    class Named(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any) -> Any:
+            with ByName():
+                return super().forward(*args)
+
+    x = torch.randn(2, 3) if form == "cell" else torch.randn(5, 2, 3)
+    features: Any = pack_sequence([x[:, 0], x[:3, 1]]) if form == "packed" else x
+    plain, named = kind(3, 4), Named(3, 4)
+    named.load_state_dict(plain.state_dict())
+
+    def run(model: nn.Module, _: KFACOptimizer) -> None:
+        objective(leaf for leaf in tree_leaves(model(features)) if getattr(leaf, "requires_grad", False)).backward()
+
+    assert_same(factors_after(named, run), factors_after(plain, run))
+
+
 # -- what counts -------------------------------------------------------------------------------------------------
 
 PAIR = pytest.mark.parametrize(
@@ -715,6 +753,28 @@ def test_under_autocast_factors_are_those_of_full_precision_up_to_its_rounding(k
         optimizer.remove_hooks()
     assert_same(found[1], found[0], rtol=0.05)
     assert any(not torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"proj_size": 2}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_under_autocast_results_have_the_dtypes_of_the_fused_call(
+    kind: type[nn.Module], options: dict[str, Any], packed: bool
+) -> None:
+    """Which oneDNN's LSTM, for whole batches without a projection, has otherwise than the others."""
+    if kind is nn.GRU and "proj_size" in options:
+        return
+    module, x = kind(3, 4, dtype=torch.float32, **options), torch.randn(5, 2, 3, dtype=torch.float32)
+    features: Any = pack_sequence([x[:, 0], x[:3, 1]]) if packed else x
+    found = []
+    for measured in (False, True):
+        optimizer = kfac(module) if measured else None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output, state = module(features)
+        states = state if isinstance(state, tuple) else (state,)
+        found.append([each.dtype for each in (output.data if packed else output, *states)])
+        assert optimizer is None or optimizer._binding.coverage.blocks[0].takes_statistics()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
