@@ -134,9 +134,8 @@ class DerivativeUses:
             layer_input, padding = pad(layer_input, tuple(zip(padding, after[0], strict=True))), (0,) * ndim
             context = (*stride, *dilation, *padding, *padding)
         numbers = stride, padding, dilation, transposed, by_axis(beyond, ndim), module.groups
-        layer_input = as_autocast(
-            layer_input
-        )  # which knows the functions of torch.nn.functional on the CPU, and no other
+        # On the CPU autocast knows the functions of torch.nn.functional, and not the one that is called here.
+        layer_input = as_autocast(layer_input)
         weight_map = ConvolutionMap(tuple(layer_input.shape[-ndim:]), *numbers)
         adds_bias = len(block.params) > 1 and bias is block.params[1]
         rows_of = partial(_convolution_rows, block, use)
