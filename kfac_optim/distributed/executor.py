@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import has_gradient, is_used
+from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
@@ -25,7 +27,7 @@ from kfac_optim.distributed.gradients.sharded_gradients import (
     refuse_complex,
     refuse_sparse,
 )
-from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows, ranks_alike
+from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows, ranks_alike, share_of_mean
 from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.plan_agreement import PlanAgreement
@@ -40,6 +42,7 @@ from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
+from kfac_optim.step.roles import LossShare
 from kfac_optim.utils.sharded_params import Shards, is_sharded
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
@@ -59,7 +62,7 @@ class DistributedExecutor(Executor):
     def __init__(self, config: DistributedConfig, optimizer: OptimizerView) -> None:
         super().__init__()
         self.config = config
-        self._terms = optimizer.terms
+        self._optimizer = optimizer
         self.ranks = TrainingGroup(config)
         self.agreement = PlanAgreement(config, self.ranks, optimizer)
         self.gradients: GradientFlow = GradientFlow()
@@ -72,6 +75,7 @@ class DistributedExecutor(Executor):
         self._checked: tuple[int | str, ...] = ()  # what was found fit to train
         self._alike: list[int] = []
         self._looked_at: nn.Module | None = None
+        self._share_of_mean = 1.0
 
     @property
     def plan(self) -> Plan | None:
@@ -135,6 +139,7 @@ class DistributedExecutor(Executor):
         self.joining.check()
         if not self.ranks.is_known and (group := group_of_rows(params, self._shards)) is not None:
             self.ranks.train_on(group, "fully_shard")
+        self._share_of_mean = share_of_mean(blocks, self._shards)
         if _may_shard(self.config.strategy):
             self._edits.follow(params)  # the one that was watched may be frozen now
         covered = [name for block in blocks for name in block.param_names]
@@ -186,7 +191,9 @@ class DistributedExecutor(Executor):
         views = wrapper is not None and wrapper.gradient_as_bucket_view
         in_place = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
         call = self._late.named("step()")
-        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=in_place, call=call)
+        if sums := self._optimizer.sums_loss:
+            counted = self._summed_here(summed)
+        verdict = self._vote(finite=finite, norm=norm, counted=counted, edited=in_place, call=call)
         assert self.plan is not None, "the vote makes a plan"
         assert self.planned is not None, "the vote makes a plan"
         sharded = isinstance(self.plan.strategy, Sharded)
@@ -214,9 +221,43 @@ class DistributedExecutor(Executor):
             for least in (_HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _UNACCOUNTED)
         )
         in_place, restarted = verdict.edited and sharded, self.states.take_restarted()
-        return Agreement(
-            *(verdict.finite, verdict.summed, sampled, graded, unaccounted, verdict.terms, in_place, restarted, used)
-        )
+        terms = verdict.terms
+        if sums:
+            terms, summed = None, 0 if terms is None else self._mean_of_terms(counted, *terms)
+        return Agreement(verdict.finite, summed, sampled, graded, unaccounted, terms, in_place, restarted, used)
+
+    def _summed_here(self, summed: float) -> int | None:
+        """Return the terms of a summed loss on this rank; None where it has counted none and others may say how many.
+
+        A rank that has run out of examples has none.
+        """
+        return int(summed) if summed or self.joining.adds_nothing else None
+
+    def _mean_of_terms(self, counted: int | None, least: int, most: int) -> float:
+        """Return the terms of the summed loss whose gradients are those of this step; a collective if ranks differ.
+
+        Args:
+            counted: on this rank; None if it has counted none, which is taken for as many as the others have.
+            least: that a rank has counted.
+            most: that a rank has counted.
+        """
+        mean = float(most)
+        if least < most:
+            main = self.ranks.main
+            mine = torch.tensor([counted or 0, counted is not None], dtype=torch.float64, device=main.device)
+            total, ranks = sum_scalars(mine, main).tolist()
+            mean = total / ranks
+        return mean / self._share_of_mean
+
+    def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
+        """Tell what loss the statistics are of: the one whose mean over ranks is minimised, whatever FSDP2 divides by.
+
+        That of a mean is a mean over as many terms, as where ranks add shares of a mean over all of their examples. The
+        terms of a sum weigh as much as those of a mean over less than one term.
+        """
+        if self._optimizer.sums_loss:
+            count = count._replace(averaged=self._share_of_mean)
+        return [LossShare(sampled, count, self._share_of_mean)], bool(sampled)
 
     def gradients_dropped(self) -> None:
         self._wrappers.forget()
@@ -340,7 +381,7 @@ class DistributedExecutor(Executor):
         exchange = StatisticsExchange(plan, early or main, main)
         reports = None
         if early is not None and exchange.merges:
-            reports = EarlyReports(exchange, self._wrappers.synchronise, self._terms)
+            reports = EarlyReports(exchange, self._wrappers.synchronise, self._optimizer.terms)
         self.gradients.restore()  # while the old owners still are known
         self.gradients = self._flow_of(plan)
         statistics = self._statistics_of(exchange, reports)

@@ -121,6 +121,7 @@ class ExpertExecutor(Executor):
         self.shared.attach(model)
 
     def begin_forward(self, model: nn.Module) -> int:
+        self._division.follow(self._params)  # an expert may have been unfrozen
         return self.shared.begin_forward(model)
 
     def close(self) -> None:
@@ -176,14 +177,15 @@ class ExpertExecutor(Executor):
     def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
         """Tell what loss the statistics are of; see [Note: the loss of an expert]. A collective."""
         main, (shared, own) = self.shared.ranks.main, self.divided(sampled)
-        terms = torch.as_tensor(count.averaged, dtype=torch.float64, device=main.device).reshape(())
+        (of_shared,), _ = self.shared.loss_shares(shared, count)
+        terms = torch.as_tensor(of_shared.terms.averaged, dtype=torch.float64, device=main.device).reshape(())
         # A rank on which nothing took statistics has counted none of its terms, which are taken to be as many.
         mine = torch.stack([terms, terms > 0, torch.full_like(terms, len(sampled))])
         total, counted, found = main.all_reduce("terms of the loss", mine).wait()
         copies = self.experts.count
         terms = total * (main.world_size / counted.clamp(min=1)) / copies
         joined = count._replace(averaged=terms if isinstance(count.averaged, Tensor) else float(terms))
-        return [LossShare(shared, count), LossShare(own, joined, main.world_size / copies)], bool(found > 0)
+        return [of_shared, LossShare(own, joined, of_shared.scale * main.world_size / copies)], bool(found > 0)
 
     def gradients_dropped(self) -> None:
         self._division.forget()

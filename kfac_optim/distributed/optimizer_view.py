@@ -37,6 +37,11 @@ class OptimizerView:
         """Return whether the estimate runs passes of its own through the model."""
         return isinstance(self.estimate, NamedLoss)
 
+    @property
+    def sums_loss(self) -> bool:
+        """Return whether the loss is a sum over its terms."""
+        return self.window is not None and self.window.tally.is_sum
+
     def without_terms(self) -> "OptimizerView":
         """Return the view of an executor that shall not know the terms of the loss."""
         return replace(self, window=None)

@@ -90,7 +90,6 @@ class PlanAgreement:
         marks: Callable[[], Sequence[int]],
         *,
         finite: bool = True,
-        summed: float = 1,
         norm: float | None = None,
         counted: int | None = None,
         edited: bool = False,
@@ -102,9 +101,8 @@ class PlanAgreement:
         Args:
             marks: returns what this rank says of blocks and buckets; asked only if this rank knows the agreed plan.
             finite: whether gradients are finite here.
-            summed: `LossCount.summed` of this rank.
             norm: of gradients that should be equal on all ranks; None where they are not compared.
-            counted: terms of the loss that this rank has counted.
+            counted: terms of the loss that this rank has counted, whether their mean or their sum is taken.
             edited: whether gradients were changed in place here, after backward.
             progress: how far statistics workers are, as this rank sees it (`serving.rounds.Progress`).
             call: what the vote is for, as the user has called it.
@@ -120,7 +118,6 @@ class PlanAgreement:
         size = vote_marks(0, 0) if plan is None else vote_marks(len(plan.layers), len(plan.buckets_of(Payload.SUMS)))
         ballot = Ballot(
             finite,
-            summed,
             model=self._number,
             numbers=_hash_of(self._arguments()),
             norm=norm,

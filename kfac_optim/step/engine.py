@@ -157,7 +157,7 @@ class Engine:
             sampled = [block for block in blocks if block in admission.agreement.sampled]
             shares, is_sampled = self.executor.loss_shares(sampled, count)
             for share in shares:
-                scale = self.choices.estimate.scale(share.terms, admission.loss_scale * share.ranks)
+                scale = self.choices.estimate.scale(share.terms, admission.loss_scale * share.scale)
                 fold_all(share.blocks, share.terms, scale, self.executor.statistics.tell_counts)
             self.executor.statistics.settle()
         return is_sampled

@@ -32,7 +32,7 @@ class Agreement(NamedTuple):
     finite: bool
     """Whether every gradient is finite, on every rank."""
     summed: float
-    """`LossCount.summed`, the largest of all ranks."""
+    """`LossCount.summed`, on average over ranks: gradients are averaged in the same way."""
     sampled: Collection[KFACBlock]
     """Blocks that took statistics on some rank."""
     graded: Collection[KFACBlock]
@@ -40,7 +40,7 @@ class Agreement(NamedTuple):
     unaccounted: Collection[KFACBlock] = ()
     """Blocks of which some rank has captured only a part of the gradient."""
     terms: tuple[int, int] | None = None
-    """The least and the most terms of the loss that a rank has counted; None if none has counted."""
+    """The least and the most terms of a mean loss that a rank has counted; None if none has counted."""
     edited: bool = False
     """Whether gradients were changed in place on some rank, where each rank has the mean of some of them alone."""
     restarted: Sequence[str] = ()

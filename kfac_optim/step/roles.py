@@ -24,8 +24,8 @@ class LossShare(NamedTuple):
     """Blocks that took statistics on some rank."""
     terms: LossCount
     """The terms of that loss."""
-    ranks: float = 1
-    """Ranks whose losses were added up to it; the mean of these losses is the one that is minimised."""
+    scale: float = 1
+    """What that loss was multiplied by before backward, beside the loss scale."""
 
 
 class Statistics:

@@ -199,7 +199,8 @@ class UserWarnings:
                 "kfac_optim: gradients were changed in place between backward and step, as by "
                 "torch.nn.utils.clip_grad_norm_. Under Sharded() .grad on each process holds the mean of "
                 "some layers alone, so its norm is not that of the whole gradient and differs from process to process. "
-                "Call optimizer.clip_grad_norm_(max_norm) instead. (What changes each number by itself is right.)"
+                "Call optimizer.clip_grad_norm_(max_norm) instead. (Clipping by value is right. If all gradients were "
+                "divided by one number, divide the loss by it instead: the statistics do not see the division.)"
             )
 
     def uneven_terms(self, terms: tuple[int, int] | None) -> None:

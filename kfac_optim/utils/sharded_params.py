@@ -21,11 +21,23 @@ class ShardedParameter:
         param: the sharded parameter.
     """
 
-    __slots__ = ("_held", "param")
+    __slots__ = ("_group", "_held", "param")
 
-    def __init__(self, held: Any) -> None:
-        self._held = held
+    def __init__(self, held: Any, group: Any) -> None:
+        self._held, self._group = held, group
         self.param: nn.Parameter = held.sharded_param
+
+    @property
+    def ranks(self) -> int:
+        """Return over how many ranks gradients of the parameter are added up."""
+        mesh = self._group.mesh_info  # under HSDP it has both dimensions
+        return int(getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1))
+
+    @property
+    def divisor(self) -> float:
+        """Return what that sum is divided by: the number of ranks, unless `set_gradient_divide_factor` was called."""
+        factor = self._group.gradient_divide_factor
+        return float(self.ranks if factor is None else factor)
 
     @property
     def was_in_parts(self) -> bool:
@@ -55,7 +67,7 @@ class Shards:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._groups = [] if model is None else list(_groups(model))
-        found = [ShardedParameter(held) for group in self._groups for held in group.fsdp_params]
+        found = [ShardedParameter(held, group) for group in self._groups for held in group.fsdp_params]
         self._of = {sharded.param: sharded for sharded in found}
         self._never_gathered = found
         self._stand_ins: dict[nn.Parameter, ShardedParameter] = {}
@@ -78,6 +90,10 @@ class Shards:
     def is_stand_in(self, param: Tensor) -> bool:
         """Return whether modules hold the tensor as a stand-in for a sharded parameter."""
         return param in self._known_stand_ins()
+
+    def divide_by_ranks(self) -> bool:
+        """Return whether every gradient becomes the mean over ranks, as FSDP2 has it unless told otherwise."""
+        return all(group.gradient_divide_factor is None for group in self._groups)
 
     def reshard(self) -> None:
         """Let go of gathered parameters, which do not follow when the shards are written to."""

@@ -345,6 +345,31 @@ def test_the_division_of_gradients_is_seen_with_copies_and_in_place(four_ranks: 
         assert re.match(r"kfac_optim: the gradients of experts are those of the sum", message)
 
 
+def of_unfrozen(_: int, divided: bool) -> list[str]:
+    """Return what is told at each step, where experts are unfrozen before the fifth."""
+    model = Mixture("linear", dist.group.WORLD)
+    model.experts.requires_grad_(False)
+    ddp = in_wrapper(model, divided=False)
+    optimizer = KFACOptimizer(ddp, lr=0.1, distributed=DistributedConfig(experts=Experts(["experts"])))
+    messages = []
+    for step in range(6):
+        if step == 4:
+            model.experts.requires_grad_(True)
+            for expert in model.of_experts_here() if divided else ():
+                expert.register_hook(lambda gradient: gradient / RANKS)
+        optimizer.zero_grad()
+        loss(ddp(batch(step).chunk(RANKS)[dist.get_rank()])).backward()
+        messages.append(told(optimizer.step))
+    return messages
+
+
+def test_the_division_of_gradients_is_seen_where_experts_were_frozen(four_ranks: Ranks) -> None:
+    assert four_ranks.run(of_unfrozen, True) == [["nothing"] * 6] * RANKS
+    for messages in four_ranks.run(of_unfrozen, False):
+        assert messages[:4] == ["nothing"] * 4
+        assert re.match(r"kfac_optim: the gradients of experts are those of the sum", messages[4])
+
+
 def test_experts_that_lie_otherwise_are_refused_by_name(four_ranks: Ranks) -> None:
     for messages, remedied in four_ranks.run(of_layouts):
         assert re.match(r"kfac_optim: DistributedDataParallel averages the experts 'experts.weight'", messages[0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import counted_bytes
-from helpers.layouts import DEFAULTS, Outcome, Uneven, alone, assert_close, batch, loss, outcome, seeded, train
+from helpers.layouts import DEFAULTS, Outcome, Uneven, adding, alone, assert_close, batch, loss, outcome, seeded, train
 from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,6 +56,17 @@ CASES: dict[str, tuple[dict[str, Any], Placement, bool]] = {
 def test_training_is_that_of_one_process(four_ranks: Ranks, case: str) -> None:
     answers = four_ranks.run(on_rank, *CASES[case])
     assert_close([each for each, _ in answers], alone(Uneven, 4, **CASES[case][0]))
+
+
+def of_added(rank: int) -> Outcome:
+    model = adding(sharded(hybrid()))
+    optimizer = KFACOptimizer(model, **DEFAULTS)
+    train(model, optimizer, range(rank, rank + 1), shares=4)
+    return outcome(model, optimizer)
+
+
+def test_gradients_that_are_added_are_those_of_one_loss(four_ranks: Ranks) -> None:
+    assert_close(four_ranks.run(of_added), alone(Uneven, 4))
 
 
 def test_copies_stay_the_same_bit_for_bit(four_ranks: Ranks) -> None:

@@ -129,6 +129,13 @@ root_resharded = partial(root_only, reshard=True)
 nested_and_kept = partial(nested, reshard=False)
 
 
+def divided_by(factor: float, model: nn.Module, mesh: DeviceMesh) -> None:
+    nested(model, mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+
+
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +143,18 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     target = x[:, :3].square() - x[:, 1:]
     mean: Tensor = (model(x) - target).square().sum(1).mean()
     return mean
+
+
+def shares(model: nn.Module, micro: Batches) -> None:
+    """One backward of such a share of the mean over two ranks that FSDP2 leaves the gradient of the mean."""
+    mean = loss(model, torch.cat(list(micro)))
+    (mean * 3 / 2 if isinstance(model, FSDPModule) else mean).backward()
+
+
+def sums(model: nn.Module, micro: Batches) -> None:
+    """One backward of a sum over examples."""
+    x = torch.cat(list(micro))
+    (loss(model, x) * len(x)).backward()
 
 
 def once(model: nn.Module, micro: Batches) -> None:
@@ -359,6 +378,17 @@ def test_on_more_ranks_than_rows_or_layers(four_ranks: Ranks) -> None:
 @pytest.mark.parametrize("shard", ["root_only", "nested"])
 def test_accumulated_gradients(two_ranks: Ranks, shard: str) -> None:
     check(two_ranks, Case(loop=accumulated, micro=3, shard=SHARDS[shard]))
+
+
+@pytest.mark.parametrize(
+    ("loop", "shard", "options"),
+    [(shares, partial(divided_by, 3.0), {}), (sums, partial(divided_by, 1.0), {"loss_terms": LossTerms.SUM})],
+    ids=["mean", "sum"],
+)
+def test_gradients_that_are_not_divided_by_the_number_of_ranks(
+    two_ranks: Ranks, loop: Loop, shard: Shard, options: dict[str, Any]
+) -> None:
+    check(two_ranks, Case(options, loop=loop, shard=shard))
 
 
 @pytest.mark.parametrize("shard", ["root_resharded", "nested"])
@@ -706,6 +736,8 @@ def refused(rank: int, ranks: int, what: str) -> str:
         return f"built: {error}"
     if late:
         (nested if what == "before" else root_of_first)(model, mesh)
+    if what == "factors":
+        model.first.set_gradient_divide_factor(1.0)
     if what == "fused later":
         optimizer.param_groups[0]["fused"] = True
     before = [whole(param.detach()) for param in model.parameters()]
@@ -733,6 +765,8 @@ REFUSED = {
     "partly": r"built: kfac_optim: the parameters of 'norm'.* are not sharded.*skip_layers",
     "alone": r"step: kfac_optim: the parameters of 'first' are sharded, and no process alone.*DistributedConfig",
     "not sharded": r"built: kfac_optim: FullySharded\(\) is for parameters that fully_shard has sharded",
+    "factors": r"step: kfac_optim: fully_shard divides the gradients of 'first' by 1 and those of 'norm' by 2, .* Call "
+    "set_gradient_divide_factor with one number on all",
     "before": r"step: kfac_optim: the optimizer was built before fully_shard .*'first.weight'.*Build the optimizer",
     "before a part": r"step: kfac_optim: the optimizer was built before fully_shard .*'first.weight'",
 }

@@ -118,8 +118,8 @@ def test_the_rows_of_the_table() -> None:
     assert kaisa(4, 4, 6, 13, 3, 3) == 36 + 26 + 19  # COMM_OPT
     assert kaisa(4, 1, 6, 13, 3, 3) == 36 + 26 + 18  # MEM_OPT
     assert kaisa(4, 2, 6, 13, 3, 3) == 36 + 26 + Fraction(19, 3) + 12  # HYBRID
-    assert control(4, 5, 2, 7, 8, 3) == 6 * (13 + 128 + 8) + 6 * Fraction(60 + 7, 3)
-    assert control(4, 100, 29, 0, 0, 1) == 6 * (13 + 256) + 6 * 1200
+    assert control(4, 5, 2, 7, 8, 3) == 6 * (12 + 128 + 8) + 6 * Fraction(60 + 7, 3)
+    assert control(4, 100, 29, 0, 0, 1) == 6 * (12 + 256) + 6 * 1200
     assert control(1, 5, 2, 7, 8, 3) == 0
 
 
@@ -587,7 +587,7 @@ def test_seconds_of_a_small_plan_by_hand() -> None:
     # 10 + 3 + 2 words of sums, in two buckets a layer: those of the second layer are long gone.
     assert seconds.sums == 15
     assert (seconds.inverses, seconds.preconditioned) == (0, 0)
-    assert seconds.votes == (13 + 128 + 3 + 1) * 8 / 4  # with the scalars; a ring: 2 (P−1)/P S
+    assert seconds.votes == (12 + 128 + 3 + 1) * 8 / 4  # with the scalars; a ring: 2 (P−1)/P S
     assert seconds.status == 12 * 2 * 8 / 4
     assert seconds.shortest == seconds.forward + seconds.backward + 96 + 24 + seconds.votes
     assert seconds.longest == seconds.shortest + 36 + 15 + 48
@@ -732,8 +732,8 @@ def test_the_summary_shows_owners_bytes_and_seconds() -> None:
     assert lines[0].split() == ["layer", "rank", "workers", "gradient", "sums", "inverses", "refresh"]
     assert lines[2].split()[:4] == ["l0", "A:0", "G:1", "0-1"]
     assert "preconditioned gradients: 1 bucket every step, 384 B a step." in lines
-    # All-reduces of 13 + 128 words every step, 2 · 12 and 2 · 4 every 10: 6 (141 + 3.2) words of 8 bytes.
-    assert "control (votes, traces, status): 6.8 KiB a step." in lines
+    # All-reduces of 12 + 128 words every step, 2 · 12 and 2 · 4 every 10: 6 (140 + 3.2) words of 8 bytes.
+    assert "control (votes, traces, status): 6.7 KiB a step." in lines
     assert any(line.split()[:2] == ["scale", "all"] for line in lines)
     for words in ("Predicted: ", "Refresh: ", "the largest part, 'l0 A', alone ", "Preconditioning: ", "fingerprint "):
         assert words in text

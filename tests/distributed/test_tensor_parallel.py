@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layouts import DEFAULTS, Outcome, alone, assert_close, batch, loss, outcome, seeded, train, whole
+from helpers.layouts import DEFAULTS, Outcome, adding, alone, assert_close, batch, loss, outcome, seeded, train, whole
 from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -107,6 +107,17 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 def test_training_is_that_of_one_process(four_ranks: Ranks, case: str) -> None:
     style, sharded, options = CASES[case]
     assert_close(four_ranks.run(on_rank, style, sharded, options), alone(Net, 2 if sharded else 1, **options))
+
+
+def of_added(rank: int) -> Outcome:
+    model = adding(parallel("columns and rows", True))
+    optimizer = KFACOptimizer(model, **DEFAULTS)
+    train(model, optimizer, range(rank // 2, rank // 2 + 1), shares=2)
+    return outcome(model, optimizer)
+
+
+def test_gradients_that_are_added_over_ranks_with_other_examples_are_those_of_one_loss(four_ranks: Ranks) -> None:
+    assert_close(four_ranks.run(of_added), alone(Net, 2))
 
 
 def found_on_rank(rank: int, cut: bool) -> Outcome:

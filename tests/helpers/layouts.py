@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from helpers.training import close
@@ -58,11 +59,21 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return mean
 
 
-def train(model: nn.Module, optimizer: KFACOptimizer, numbers: range, steps: range = range(STEPS)) -> None:
-    """Train on the examples of these numbers, joined."""
+def adding(model: nn.Module) -> nn.Module:
+    """Have `fully_shard` add gradients of ranks, and not take their mean."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    return model
+
+
+def train(
+    model: nn.Module, optimizer: KFACOptimizer, numbers: range, steps: range = range(STEPS), *, shares: int = 1
+) -> None:
+    """Train on the examples of these numbers, joined; the loss is one of so many shares of their mean."""
     for step in steps:
         optimizer.zero_grad()
-        loss(model, torch.cat([batch(number, step) for number in numbers])).backward()
+        (loss(model, torch.cat([batch(number, step) for number in numbers])) / shares).backward()
         optimizer.step()
 
 

@@ -57,4 +57,4 @@ def control(ranks: int, layers: int, buckets: int, traces: int, scalars: int, k_
         k_i: steps between refreshes.
     """
     marks = 128 * max(-(-(layers + buckets) // 128), 1)  # votes of small models have one size
-    return 2 * (ranks - 1) * (13 + marks + scalars + Fraction(12 * layers + traces, k_i))
+    return 2 * (ranks - 1) * (12 + marks + scalars + Fraction(12 * layers + traces, k_i))

@@ -1,6 +1,5 @@
 """What all ranks must know of a step before they take it: one small all-reduce."""
 
-import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,9 +8,6 @@ import torch
 import torch.distributed as dist
 
 from kfac_optim.distributed.communication.collectives import Communicator
-
-# Stands for an infinite number of terms.
-_UNBOUNDED = 2**62
 
 # Of a rank that has nothing to say, below all that others say.
 _SILENT = -(2**63) + 1
@@ -22,8 +18,6 @@ class Ballot(NamedTuple):
 
     finite: bool
     """Whether every gradient is."""
-    summed: float
-    """`LossCount.summed`."""
     model: int
     """A number below `2**62` that differs where what the ranks train differs; -1 if they do not agree on it."""
     numbers: int
@@ -48,21 +42,19 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
     Raises:
         CollectiveError: some rank never came.
     """
-    summed = _UNBOUNDED if math.isinf(ballot.summed) else int(ballot.summed)
     twins = [signed for each in (ballot.model, ballot.numbers) for signed in (each, -each)]
     norm = None if ballot.norm is None else ordered(ballot.norm)
     least, most = ballot.terms or (-_SILENT, _SILENT)
     twins += [most, -least]
     twins += [signed for each in (norm, ballot.tensors) for signed in _twins(each)]
-    words = [int(not ballot.finite), int(ballot.edited), summed, *twins, *ballot.marks]
+    words = [int(not ballot.finite), int(ballot.edited), *twins, *ballot.marks]
     mine = torch.tensor(words, dtype=torch.int64, device=communicator.device)
-    unfinished, edited, summed, *found = _largest(communicator, mine)
+    unfinished, edited, *found = _largest(communicator, mine)
     pairs = [(found[index], -found[index + 1]) for index in range(0, len(twins), 2)]
     (most, least), norms = pairs[2:4]
     model, numbers, tensors = (most if most == least else -1 for most, least in (*pairs[:2], pairs[4]))
     return Ballot(
         finite=not unfinished,
-        summed=math.inf if summed == _UNBOUNDED else summed,
         model=model,
         numbers=numbers,
         norm=_difference(*map(from_ordered, norms)) if norms[0] != _SILENT else None,

@@ -39,6 +39,12 @@ class Joining:
         self._to_owners, self._directly = to_owners, directly
         self.is_on = self._has_run_out = False
 
+    @property
+    def adds_nothing(self) -> bool:
+        """Return whether this rank has run out of examples, and the mean of gradients is over such ranks as well."""
+        wrapper = self._wrappers.latest
+        return self._has_run_out and wrapper is not None and bool(wrapper._divide_by_initial_world_size)
+
     def group(self) -> dist.ProcessGroup | None:
         """Return the process group of the wrapper; that of all ranks where none is known."""
         wrapper = self._wrappers.latest

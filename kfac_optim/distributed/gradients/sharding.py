@@ -72,6 +72,35 @@ def check_sharding(
         )
 
 
+def share_of_mean(blocks: Sequence[KFACBlock], shards: Shards) -> float:
+    """Return what a rank's loss is a multiple of: the one whose mean over ranks has the gradients that FSDP2 leaves.
+
+    It is 1 where FSDP2 takes the mean of gradients, and one over the number of ranks where it adds them.
+
+    Args:
+        blocks: all there are.
+        shards: what FSDP2 keeps of the model.
+
+    Raises:
+        RuntimeError: gradients of some layers are divided by another number than those of others.
+    """
+    if shards.divide_by_ranks():
+        return 1.0
+    found: dict[float, tuple[KFACBlock, float]] = {}
+    for block in blocks:
+        for known in map(shards.of, block.params):
+            if known is not None:
+                found.setdefault(known.divisor / known.ranks, (block, known.divisor))
+    if len(found) > 1:
+        (one, by), (other, by_other), *_ = found.values()
+        raise RuntimeError(
+            f"kfac_optim: fully_shard divides the gradients of {one.name!r} by {by:g} and those of {other.name!r} by "
+            f"{by_other:g}, so that they are of different losses. Call set_gradient_divide_factor with one number on "
+            "all modules that fully_shard has wrapped."
+        )
+    return next(iter(found), 1.0)
+
+
 def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.ProcessGroup | None:
     """Return the group over which FSDP2 keeps these parameters; None if it has none of them.
 

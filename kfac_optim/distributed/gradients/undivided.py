@@ -12,7 +12,7 @@ from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.utils.autograd import on_gradient_first
 from kfac_optim.utils.hooks import weakly
 
-# Steps that are looked at, as looking synchronises; and elements of each gradient.
+# Steps with gradients that are looked at, as looking synchronises; and elements of each gradient.
 _STEPS, _ELEMENTS = 3, 4096
 
 # Relative difference from the sum that rounding explains, of the sums of copies as well.
@@ -32,7 +32,7 @@ class DivisionCheck:
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
 
     def follow(self, params: Iterable[nn.Parameter]) -> None:
-        """Listen to what backward brings to these from now on."""
+        """Listen to what backward brings to those of these that are trained, from now on."""
         for param in params if self._left else ():
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = on_gradient_first(param, weakly(self._add, weakref.ref(param)))
@@ -61,7 +61,6 @@ class DivisionCheck:
         brought, self._brought = self._brought, {}
         if not self._left:
             return
-        self._left -= 1
         sums = torch.zeros(2, dtype=torch.float64, device=communicator.device)
         for param in params:
             if param.grad is not None and param.grad.layout is torch.strided:
@@ -69,11 +68,13 @@ class DivisionCheck:
                 before = brought.get(param, torch.zeros_like(after))
                 sums += torch.stack([after @ after, after @ before])
         square, along = (over_copies(sums) / torch.tensor([copies, 1], device=sums.device)).tolist()
+        found = averages and square > 0 and abs(along / square - 1) < _ROUNDING
+        undivided, seen = largest(communicator, [int(found), int(square > 0)], "gradients of experts", ())
+        self._left -= seen  # a step says nothing where all experts are frozen
         if not self._left:
             for handle in self._handles.values():
                 handle.remove()
-        found = averages and square > 0 and abs(along / square - 1) < _ROUNDING
-        if largest(communicator, [int(found)], "gradients of experts", ())[0]:
+        if undivided:
             raise RuntimeError(
                 "kfac_optim: the gradients of experts are those of the sum of the losses of ranks, as backward brings "
                 "them, while those of other layers are of the mean. Before step(), for each parameter of an expert, "

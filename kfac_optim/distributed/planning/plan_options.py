@@ -9,10 +9,10 @@ from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.strategies import Exchange
 from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind
 
-# Words of a vote: whether a gradient is not finite, and whether one was edited, loss terms, and, each twice,
-# fingerprints of what this rank trains, of its arguments and of its gradients, terms that it has counted, and a
-# fingerprint of arguments that are tensors.
-VOTE_WORDS = 13
+# Words of a vote: whether a gradient is not finite, and whether one was edited, and, each twice, fingerprints of what
+# this rank trains, of its arguments and of its gradients, terms of the loss that it has counted, and a fingerprint of
+# arguments that are tensors.
+VOTE_WORDS = 12
 
 # Marks of a vote are filled up to a multiple of this. Where ranks step several optimizers in different orders, votes
 # about different models meet: of one size they tell what differs, while gloo ends the process over two sizes.
