@@ -93,3 +93,16 @@ def test_names_that_were_not_edited_along_are_told(ask: Callable[[KFACOptimizer]
     model(torch.randn(3, 4)).sum().backward()
     with pytest.raises(ValueError, match="param group 0 has 2 parameters and 4 'param_names'"):
         ask(optimizer)
+
+
+def test_a_weight_decay_that_takes_the_damping_away_is_refused_before_anything_is_changed() -> None:
+    model = mlp()
+    optimizer = new(model, damping=0.01, l2_in_curvature=True)
+    train(model, optimizer, 2)
+    before = clones(model.parameters()), optimizer.factors()
+    optimizer.param_groups[0]["weight_decay"] = -0.02
+    with pytest.raises(ValueError, match=r"param group 0 damping=0\.01 and weight_decay=-0\.02 leave none"):
+        train(model, optimizer, 1)
+    assert_identical((clones(model.parameters()), optimizer.factors()), before)
+    optimizer.param_groups[0]["weight_decay"] = -0.005
+    train(model, optimizer, 1)

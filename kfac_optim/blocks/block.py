@@ -322,7 +322,8 @@ class KFACBlock:
 
     def has_pending(self) -> bool:
         """Return whether this step gave statistics."""
-        return bool(self.joint or self.waiting) or self.state.has_pending()
+        joined = self.joint is not None and self.joint.are_used
+        return joined or bool(self.waiting) or self.state.has_pending()
 
     def settle(self) -> None:
         """Make statistics of the rows of this step, where they are of all uses together."""
@@ -332,6 +333,8 @@ class KFACBlock:
         for (term, _), rows in self.joint.terms.items():
             by_term[term if self.inverse.keeps_terms else 0].append(rows)
         for term, of_term in by_term.items():
+            if all(rows.used is False for rows in of_term):  # the loss did not use the layer: the zeros are no sample
+                continue
             self.state.accumulate(JointStatistics(self.spec, of_term, self.dtype, term))
         self.joint.clear()
 

@@ -96,7 +96,7 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
         if use.adapter is None:
             shared = f"shared with {type(use.module).__name__} {use.name!r}"
             return refuse(f"{shared}, which is not preconditioned")
-    trained = first.trained
+    trained, apart = first.trained, list[KFACBlock]()
     if any(_parameters(use) != _parameters(first) for use in uses):
         # Tied weights, biases apart.
         trained = {
@@ -104,21 +104,24 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
             for local in first.trained
             if all(_parameters(use).get(local) == _parameters(first)[local] for use in uses)
         }
-        shared = " and ".join(sorted(trained))
         of_bias = "bias of a weight tied to other layers"
-        of_other = f"its layer shares {shared} with another, and only that is preconditioned"
+        of_other = "other layers use it as another of their parameters"
         for use in uses:
             for local in use.trained - trained:
-                is_bias = local.replace("bias", "weight") in trained
-                coverage.uncovered[use.params[local]] = of_bias if is_bias else of_other
+                coverage.uncovered[use.params[local]] = of_bias if "bias" in local else of_other
+            # Its other matrices, as of a recurrent layer, are its own.
+            elsewhere = {id(param) for other in uses if other is not use for param in other.params.values()}
+            rest = {local for local in use.trained if id(use.params[local]) not in elsewhere}
+            if _describe(use, rest):
+                apart += merge(assembly, [replace(use, trained=rest)], coverage)
     described = [_describe(use, trained) for use in uses]
     opposed = [_opposed(first, use) for use in uses]
     if any(
         not _fit(specs, [spec.transposed() for spec in described[0]] if other else described[0])
         for specs, other in zip(described, opposed, strict=True)
     ):
-        return refuse("tied to a layer of another shape", trained)
-    blocks: list[KFACBlock] = []
+        return refuse("tied to a layer of another shape", trained) + apart
+    blocks = apart
     for of_spec in zip(*described, strict=True):
         block = build(assembly, uses, of_spec, opposed)
         if block is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kfac_optim.factors.block_diagonal import cut, level_padding, matrix_by_blocks
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.factors.second_moments import gram
+from kfac_optim.factors.second_moments import gram, on_host
 from kfac_optim.specs import LayerSpec, Sketched, Structure
 from kfac_optim.utils.precision import rounding_of_products
 
@@ -52,12 +52,15 @@ class ExampleRows:
         uses: `z` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]` of each use; the batch is a
             multiple of the examples, whose rows lie together.
         layer: its name, for messages.
+        used: whether a gradient that is not exactly zero has come to any row; a tensor `[]` where only the device can
+            tell.
     """
 
     examples: int | None = None
     residual: Tensor | None = None
     uses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     layer: str = ""
+    used: bool | Tensor = False
 
     @property
     def count(self) -> int:
@@ -110,6 +113,11 @@ class RowsByTerm:
     def __bool__(self) -> bool:
         return bool(self.terms)
 
+    @property
+    def are_used(self) -> bool:
+        """Return whether the loss may have used any of the rows; a device is not asked."""
+        return any(rows.used is not False for rows in self.terms.values())
+
     def add(self, stats: LayerStatistics) -> None:
         """Take in the rows of one call; of a further backward through it, what that adds to its gradient."""
         call: LayerCall | None = getattr(stats, "call", None)
@@ -130,6 +138,10 @@ class RowsByTerm:
             if index is not None and index.numel() < z.shape[1]:  # the loss reads a part of the batch
                 z, g = z[:, index.flatten()], g[:, index.flatten()]
         rows.uses.append((g, z) if stats.opposed else (z, g))
+        if not on_host(call.gradient):
+            rows.used = rows.used | call.gradient.any()
+        elif not rows.used:
+            rows.used = bool(call.gradient.any())
         self.rounding = max(self.rounding, rounding_of_products(call.gradient.dtype, call.gradient.device.type))
 
     def clear(self) -> None:
@@ -164,7 +176,12 @@ class JointStatistics(LayerStatistics):
         return self._term
 
     @property
-    def count(self) -> int:
+    def count(self) -> int | Tensor:
+        told = [each.used for each in self._terms if isinstance(each.used, Tensor)]
+        return torch.stack(told).any() * self._examples if told else self._examples
+
+    @property
+    def _examples(self) -> int:
         # An empty batch has no examples, though its rows count as those of one.
         return sum(each.count for each in self._terms if each.examples or any(z.shape[1] for z, _ in each.uses))
 
@@ -175,8 +192,9 @@ class JointStatistics(LayerStatistics):
     def input_moment(self, structure: Structure | Sketched) -> Tensor:
         moment, traces = self._moment(structure, 0)
         self._trace = traces if self._spec.groups > 1 and not self._spec.shared_input else traces.sum()
-        scale = self.count / self._trace.clamp(min=torch.finfo(traces.dtype).tiny)
-        return moment * scale.view(-1, *(1 for _ in moment.shape[1:]))
+        # The division first: of zeros a factor of count / trace would make NaN.
+        trace = self._trace.clamp(min=torch.finfo(traces.dtype).tiny)
+        return moment / trace.view(-1, *(1 for _ in moment.shape[1:])) * self._examples
 
     def output_moment(self, structure: Structure | Sketched) -> Tensor:
         return self._moment(structure, 1)[0]

@@ -43,7 +43,7 @@ class UnitRows(ABC):
     """Holds copies of what makes the moments of one call, on an accelerator, of a layer whose `A` is the identity.
 
     Attributes:
-        count: how many rows the call had.
+        count: how many rows the call had; they count if any of them has a gradient that is not exactly zero.
         weight: as of `FewRows`.
         stream: as of `FewRows`.
     """
@@ -68,8 +68,13 @@ class UnitRows(ABC):
         """Return what calls share whose moments can be computed together."""
 
     @abstractmethod
-    def output_moments(self, calls: Sequence[Self], structure: Structure | Sketched) -> Tensor:
-        """Return `LayerStatistics.output_moment` of calls that are alike, one behind the other, without the weight."""
+    def output_moments(self, calls: Sequence[Self], structure: Structure | Sketched) -> tuple[Tensor, Tensor]:
+        """Compute the moments of calls that are alike.
+
+        Returns:
+            `LayerStatistics.output_moment` of each, one behind the other, without the weight; and whether its rows
+            count, `[calls]` bool.
+        """
 
 
 class LayerStatistics(ABC):

@@ -122,9 +122,12 @@ def _add_units(pairs: Sequence[FactorPair], rows: Sequence[UnitRows]) -> None:
     """Add moments of layers whose `A` is the identity."""
     g, first = pairs[0].g, rows[0]
     assert g is not None
-    moments = first.output_moments(rows, g.structure).mul_(first.weight).to(g.dtype)
-    for pair, moment in zip(pairs, torch.split(moments, g.groups), strict=True):
-        pair.add(first.count * first.weight, None, moment)
+    moments, used = first.output_moments(rows, g.structure)
+    moments, counts = moments.mul_(first.weight).to(g.dtype), used * first.count
+    if first.weight != 1:
+        counts = weighed(counts, first.weight, g.dtype)
+    for pair, count, moment in zip(pairs, counts.unbind(), torch.split(moments, g.groups), strict=True):
+        pair.add(count, None, moment)
 
 
 def _stacked(rows: Sequence[FewRows]) -> tuple[Tensor, Tensor]:

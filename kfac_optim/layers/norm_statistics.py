@@ -10,13 +10,14 @@ the positions of an example, which is the exact gradient of that example.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import FEW_THERE, LayerStatistics, UnitRows
-from kfac_optim.factors.second_moments import batched, examples_at_once, on_host
+from kfac_optim.factors.second_moments import batched, examples_at_once, on_host, weighed
 from kfac_optim.factors.subsampling import Draw, RowSample
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 from kfac_optim.utils.streams import current_stream
@@ -84,7 +85,7 @@ class NormRows(UnitRows):
         shapes = self.x.shape, self.g.shape, self.x.dtype, self.g.dtype, self.x.device
         return type(self.standardise), how, *shapes, self.has_bias, self.count, self.weight
 
-    def output_moments(self, calls: Sequence["NormRows"], structure: Structure | Sketched) -> Tensor:
+    def output_moments(self, calls: Sequence["NormRows"], structure: Structure | Sketched) -> tuple[Tensor, Tensor]:
         if len(calls) == 1:
             x = self.standardise(self.x)
         elif isinstance(self.standardise, ByExample):
@@ -94,10 +95,12 @@ class NormRows(UnitRows):
             shift = torch.stack([each.shift for each in by_channel]).unsqueeze(1)
             scale = torch.stack([each.scale for each in by_channel]).unsqueeze(1)
             x = ByChannel(shift, scale, self.standardise.dtype)(torch.stack([call.x for call in calls])).flatten(0, 1)
-        g = torch.cat([call.g for call in calls]).to(x.dtype)
+        g = torch.cat([call.g for call in calls])
+        used = g.reshape(len(calls), -1, *g.shape[1:]).any(tuple(range(1, g.dim() + 1)))
+        g = g.to(x.dtype)
         x, g = (self.canonical(each) for each in (x, g))
         columns = [g * x, g] if self.has_bias else [g * x]
-        return _moments([column.reshape(len(calls), -1, column.shape[-1]) for column in columns], structure)
+        return _moments([column.reshape(len(calls), -1, column.shape[-1]) for column in columns], structure), used
 
 
 @dataclass(eq=False)
@@ -139,11 +142,35 @@ class NormStatistics(LayerStatistics):
 
     @property
     def has_input(self) -> bool:
-        return self.call.earlier is None and self.call.gradient.numel() > 0
+        return self._adds_rows is not False
 
     @property
     def count(self) -> float | Tensor:
-        return self._rows * self.weight if self.weight > 1 else self._rows
+        count = self._adds_rows * self._rows
+        if self.weight == 1:
+            return count
+        return weighed(count, self.weight, self.dtype) if isinstance(count, Tensor) else count * self.weight
+
+    @cached_property
+    def _adds_rows(self) -> bool | Tensor:
+        """Return whether this backward is the first that brings a gradient to a row that is taken, as `_comes` has it.
+
+        Without a gradient the loss did not use the layer, and the zeros are no sample.
+        """
+        now = self._comes(self.call.gradient)
+        if self.call.earlier is None:
+            return now
+        before = self._comes(self.call.earlier)
+        return now & ~before if isinstance(before, Tensor) else now and not before
+
+    def _comes(self, gradient: Tensor) -> bool | Tensor:
+        """Return whether a gradient is not exactly zero in some row that is taken; an accelerator is not waited for."""
+        examples = self._taken[0]
+        if not on_host(gradient):
+            return self._of_part(gradient, self._part(0, examples), lambda some: some).any()
+        # In most layers one example shows it already.
+        parts = (self._part(0, 1), self._part(1, examples))
+        return any(bool(self._of_part(gradient, part, lambda some: some).any()) for part in parts)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -162,8 +189,7 @@ class NormStatistics(LayerStatistics):
 
     @property
     def _rows(self) -> int:
-        if not self.has_input:
-            return 0
+        """Return how many rows are taken, after weight sharing."""
         examples, positions = self._taken
         return examples if self.spec.weight_sharing is WeightSharing.REDUCE else examples * positions
 
@@ -186,7 +212,7 @@ class NormStatistics(LayerStatistics):
         how, gradient = self.standardise, batched(self.call.gradient, self.unbatched_ndim)
         if on_host(gradient) or not isinstance(how, ByExample | ByChannel) or not self.call.is_last:
             return None
-        if not self.has_input or self.spec.weight_sharing is WeightSharing.REDUCE:
+        if self.call.earlier is not None or gradient.numel() == 0 or self.spec.weight_sharing is WeightSharing.REDUCE:
             return None
         if self._sample is not None and self._sample.positions is not None:
             return None
@@ -227,10 +253,14 @@ class NormStatistics(LayerStatistics):
     def _products(self, gradient: Tensor, start: int, stop: int) -> list[Tensor]:
         """Return `g x̂`, and `g` if there is a bias: each `[examples, positions, features]`, of some of those taken."""
         assert self.call.input is not None
-        part = slice(start, stop) if self._sample is None else self._sample.part(start, stop)
+        part = self._part(start, stop)
         x = self._of_part(self.call.input, part, self.standardise)
         g = self._of_part(gradient, part, lambda some: some.to(x.dtype))
         return [g * x, g][: self.spec.out_dim]
+
+    def _part(self, start: int, stop: int) -> slice | RowSample:
+        """Return some of the examples that are taken."""
+        return slice(start, stop) if self._sample is None else self._sample.part(start, stop)
 
     def _of_part(self, tensor: Tensor, part: slice | RowSample, change: Callable[[Tensor], Tensor]) -> Tensor:
         tensor = batched(tensor, self.unbatched_ndim)

@@ -155,6 +155,9 @@ class Engine:
         """Take the statistics of this step into the averages; return whether any rank took some."""
         with profiled("kfac.fold"):
             sampled = [block for block in blocks if block in admission.agreement.sampled]
+            for block in blocks:
+                if block.joint and block not in admission.agreement.sampled:
+                    block.joint.clear()  # no gradient came to these rows, which are not those of a later step
             shares, is_sampled = self.executor.loss_shares(sampled, count)
             for share in shares:
                 scale = self.choices.estimate.scale(share.terms, admission.loss_scale * share.scale)

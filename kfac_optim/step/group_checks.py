@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.block import KFACBlock, l2
 from kfac_optim.blocks.selection import holders
 from kfac_optim.step.step_size import Group, StepSize
 from kfac_optim.utils.sharded_params import is_sharded
@@ -30,6 +30,7 @@ def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
     """Refuse numbers of param groups that do not go together; return the `kl_clip` that all groups agree on."""
     for i, group in enumerate(groups):
         check_kfac_numbers(group, f" in param group {i}")
+        check_l2(group, i)
         check_shards(group, i, None if step_size.takes_shards else step_size)
     step_size.check(groups)
     clips = {group["kl_clip"] for group in groups}
@@ -40,6 +41,18 @@ def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
         )
     kl_clip: float | None = clips.pop() if clips else None
     return kl_clip
+
+
+def check_l2(group: Group, number: int) -> None:
+    """Refuse a weight decay, edited to below 0, that is part of the curvature and leaves no damping of it."""
+    decay, own = l2(group), group["preconditioner_damping"]
+    damping = group["damping"] if own is None else own
+    if decay < 0 and damping + decay <= 0:
+        raise ValueError(
+            f"kfac_optim: with l2_in_curvature=True weight_decay is added to the damping, and in param group {number} "
+            f"damping={damping!r} and weight_decay={decay!r} leave none. Set weight_decay to 0 or more, or "
+            "l2_in_curvature to False."
+        )
 
 
 def check_names(groups: Sequence[Group]) -> None:

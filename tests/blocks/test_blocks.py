@@ -149,15 +149,28 @@ def test_a_linear_tied_to_a_convolution_of_another_shape_is_left_to_sgd_with_the
     assert reasons(optimizer) == {"one.weight": of_weight, "one.bias": of_bias, "two.bias": of_bias}
 
 
-def test_other_matrices_of_layers_that_share_one_are_left_to_sgd_with_the_reason() -> None:
-    model = nn.ModuleList([nn.RNN(4, 3), nn.RNN(4, 3)])
-    model[1].weight_ih_l0 = model[0].weight_ih_l0
-    found = reasons(KFACOptimizer(model, lr=0.1))
-    of_other = "its layer shares weight_ih_l0 with another, and only that is preconditioned"
-    of_bias = "bias of a weight tied to other layers"
-    assert {found[f"{i}.weight_hh_l0"] for i in range(2)} == {of_other}
-    assert {found[f"{i}.bias_hh_l0"] for i in range(2)} == {of_other}
-    assert {found[f"{i}.bias_ih_l0"] for i in range(2)} == {of_bias}
+class TiedCells(nn.Module):
+    """Feeds one LSTM with another, of which the input weight may be the same."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = (nn.LSTM(4, 4, dtype=torch.float64) for _ in range(2))
+        shared = self.one.weight_ih_l0
+        self.two.weight_ih_l0 = shared if is_tied else nn.Parameter(shared.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x)[0])[0]
+
+
+def test_other_matrices_of_layers_that_share_one_are_blocks_as_of_layers_that_share_none() -> None:
+    own = {"one.weight_hh_l0", "two.weight_hh_l0"}
+    x = batch(dim=20).view(-1, 5, 4)
+    tied, apart = (
+        factors_after(TiedCells(is_tied=is_tied), lambda m: square_loss(m(x)).backward()) for is_tied in (True, False)
+    )
+    assert tied.keys() == {"one.weight_ih_l0", *own}
+    assert_same_factors({name: tied[name] for name in own}, {name: apart[name] for name in own})
 
 
 class TiedEmbedding(nn.Module):

@@ -13,8 +13,19 @@ from helpers.plain import block, clones
 from torch import Tensor, nn
 from torch.func import functional_call, jacfwd, jacrev, jvp, vmap
 
-from kfac_optim import EKFAC, BlockDiagonal, Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, SampleSpace, Structure
+from kfac_optim import (
+    EKFAC,
+    BlockDiagonal,
+    Cholesky,
+    DoublyFactored,
+    ExactGGN,
+    KFACOptimizer,
+    LossTerms,
+    SampleSpace,
+    Structure,
+)
 from kfac_optim.factors.example_rows import ExampleRows
+from kfac_optim.factors.second_moments import on_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -456,6 +467,46 @@ def test_of_one_example_of_rank_one_the_factors_are_exact_in_each_group() -> Non
     for group in range(2):
         block = 2 * torch.outer(jacobian[group], jacobian[group])
         torch.testing.assert_close(torch.kron(g[group], a[group]), block, rtol=1e-10, atol=1e-12)
+
+
+class Heads(nn.Module):
+    """Gives the outputs of the first few of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> list[Tensor]:
+        return [head(x) for head in self.heads[:number]]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_layer_whose_terms_are_multiplied_by_zero_gives_no_sample(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_there:
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    factors = []
+    for is_masked in (True, False):
+        torch.manual_seed(0)
+        model = Heads().double()
+        optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1, inverse=Cholesky(), loss_terms=LossTerms.SUM)
+        first = block(optimizer, "heads.1.0")
+        for step, weight in enumerate((0.0, 1.0, 0.0, 2.0)):
+            optimizer.zero_grad()
+            x = torch.randn(5 + step, 6, dtype=torch.float64, requires_grad=True)
+            loss = torch.zeros(())
+            for output, times in zip(model(x, 2 if is_masked or weight > 0 else 1), (1.0, weight), strict=False):
+                (found,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+                loss = loss + times * (found.square().sum() + output.square().sum())
+            loss.backward()
+            optimizer.step()
+            assert first.is_ready == (step > 0)
+            if step > 0:
+                assert first.joint is not None
+                factors.append(first.state.factors())
+        assert optimizer.metrics()["refused_statistics"] == 0
+    assert_same(factors[:3], factors[3:])
 
 
 class Stopped(torch.autograd.Function):

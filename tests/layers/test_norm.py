@@ -2,12 +2,14 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import STRUCTURES, Bias, any_loss, sizes, snapshot
 from helpers.oracles import assert_same
+from helpers.plain import block
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, Subsample, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.factors.subsampling import Draw
 from kfac_optim.layers import norm_statistics
 
@@ -281,6 +284,31 @@ def test_several_backwards_through_one_forward_count_as_one_of_their_sum(
         optimizer.step()
         measured.append(optimizer.factors()[""])
     assert_same(measured[0], measured[1], rtol=1e-8)
+
+
+@pytest.mark.parametrize("place", ["host", "accelerator", "accelerator, at once"])
+@pytest.mark.parametrize(("build", "options"), [(nn.LayerNorm, {}), (nn.BatchNorm1d, {"subsample": Subsample(3)})])
+def test_a_layer_to_which_no_gradient_comes_gives_no_sample(
+    build: Callable[[int], nn.Module], options: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place != "host":
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    factors = []
+    for is_masked in (True, False):
+        model = nn.ModuleList([nn.Linear(4, 4), build(4)])
+        optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1, loss_terms=LossTerms.SUM, **options)
+        for step, weight in enumerate((0.0, 1.0, 0.0, 2.0)):
+            features = torch.linspace(-1, 1, 24).reshape(6, 4) ** 3 * (1 + weight)
+            optimizer.zero_grad()
+            loss = model[0](features).square().mean()
+            if is_masked or weight > 0:
+                loss = loss + weight * (model[1](features) - features).square().mean()
+            loss.backward(retain_graph=place == "accelerator, at once")
+            optimizer.step()
+            assert block(optimizer, "1").is_ready == (step > 0)
+            if step > 0:
+                factors.append(optimizer.factors()["1"])
+    assert_same(factors[:3], factors[3:])
 
 
 @pytest.mark.parametrize("factor_dtype", [None, torch.float64, torch.bfloat16])
