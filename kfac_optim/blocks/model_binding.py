@@ -76,7 +76,9 @@ class ModelBinding:
         self._late = late
         self._several = several
         self._groups: Groups = {}
+        self._distinct: list[dict[str, Any]] = []
         self._listed: list[tuple[int, ...]] = []
+        self._prepared_for: list[int] = []
         self._left: list[KFACBlock] = []
         self._steps = 0  # of this object; clocks of blocks, which are in checkpoints, count all
         self._waiting = waiting = WaitingRows()
@@ -133,7 +135,8 @@ class ModelBinding:
 
     def _list(self, groups: Groups) -> None:
         self._groups = groups
-        self._listed = _ids_of({id(group): group for group in groups.values()}.values())
+        self._distinct = list({id(group): group for group in groups.values()}.values())
+        self._listed = _ids_of(self._distinct)
 
     def rebind(self, groups: Groups) -> None:
         """Take on the same parameters in other group dicts."""
@@ -247,8 +250,8 @@ class ModelBinding:
         self._prepare()
 
     def begin_forwards(self) -> None:
-        """Build blocks of what was unfrozen before the forwards to come: compiled ones do not ask."""
-        if self._grow():
+        """Prepare for the forwards to come where a layer was unfrozen or a period changed: compiled ones do not ask."""
+        if self._grow() or self._prepared_for != self._periods():
             self._prepare()
 
     def _exclude(self, reasons: Mapping[KFACBlock, str]) -> None:
@@ -384,10 +387,14 @@ class ModelBinding:
 
     def _prepare(self) -> None:
         """Tell compiled graphs, which cannot ask, whether the next forward is to capture."""
+        self._prepared_for = self._periods()
         self._window.capturing = self._models.are_hooked and self._functional.is_wanted()
         # A model that is to be found, or a matrix that a forward is to show, has no block before its first forward.
         before = max(self._steps, self.pending.step())
         self._window.step = max((block.clock.step for block in self.coverage.blocks), default=before)
+
+    def _periods(self) -> list[int]:
+        return [period_of(group, "factor_update_period") for group in self._distinct]
 
     def _grow(self) -> bool:
         """Build blocks of parameters that got their shape or were unfrozen; return whether there are any."""

@@ -76,6 +76,9 @@ class GraphCalls:
     def run_call(self, model: int, terms: int) -> int:
         if (ledger := self._ledger()) is None:
             return -1
+        self._in_operator = True
+        ledger.notice_lost_gradients()
+        self._in_operator = False
         root = RootCall(model)
         root.terms = terms
         return self._keep(OutputPass(ledger, root))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.utils.autograd import on_gradient, with_hook
-from kfac_optim.utils.dynamo import leave_what_is_saved
+from kfac_optim.utils.dynamo import keep_what_is_saved
 
 
 class GraphListener(Protocol):
@@ -75,13 +75,13 @@ class Tape:
 
     def run(self, model: int, terms: int) -> Tensor:  # pragma: traced
         """Write a forward that is not captured into the graph; return its number, `[]`."""
+        keep_what_is_saved(may_run_again=False)
         call: Tensor = torch.ops.kfac_optim.run(self.token, self.number, model, terms)
         return call
 
     def note(self, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:  # pragma: traced
         """Write a layer's call into the graph; return its number, `[]`."""
-        if self.anchor is not None:
-            leave_what_is_saved()
+        keep_what_is_saved(may_run_again=self.anchor is not None)
         call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, examples, list(context))
         return call
 
@@ -181,3 +181,4 @@ _end.register_fake(_nothing)
 _run.register_fake(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))
 _note.register_fake(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))
 _commit.register_fake(lambda *args: torch.empty_like(args[-1]))
+_commit.register_autograd(lambda _, gradient: (None, None, None, gradient))

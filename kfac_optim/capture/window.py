@@ -27,6 +27,7 @@ from kfac_optim.capture.scale_probe import ScaleProbe
 from kfac_optim.capture.weight_uses import Noted
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import GradientEdge, edge, in_function_transform, no_view, on_gradient
+from kfac_optim.utils.dynamo import traces_without_effects
 from kfac_optim.utils.hooks import Handle, Idle, LayerHooks, ModeStack
 
 
@@ -239,7 +240,8 @@ class CaptureWindow(Ledger):
     def captures(self) -> bool:  # pragma: traced
         """Return whether the graph that is being traced is one that captures."""
         # To read the name is what has a graph that captures be traced anew where other layers have hooks.
-        return self.capturing and torch.is_grad_enabled() and self.hooked_layers != ""
+        reads = self.capturing and torch.is_grad_enabled() and self.hooked_layers != ""
+        return reads and not traces_without_effects()
 
     def close(self) -> LossCount:
         count = super().close()
@@ -275,7 +277,12 @@ class CaptureWindow(Ledger):
         """Note that a step has come, whoever has begun it."""
         self._offered = False
 
+    def set_loss_terms(self, terms: float | Tensor) -> None:
+        self._notice_missing_step()  # whose end would take with it what is said of the next
+        super().set_loss_terms(terms)
+
     def mark_stale(self) -> None:
+        self._notice_missing_step()  # graphs without statistics tell of no forward
         # An interrupted forward (KeyboardInterrupt) leaves its own behind.
         self.roots.leave_all()
         self.modes.leave()
@@ -303,7 +310,8 @@ class CaptureWindow(Ledger):
                 hooks.off()
         mode = self.listener.mode
         if mode is not None and torch.is_grad_enabled():
-            self.idle.on = not self.listener.begin_forward()
+            self.capturing = self.listener.begin_forward()  # also for parts of the model that are compiled
+            self.idle.on = not self.capturing
             if not self.idle.on:
                 self.modes.enter(mode)
 
@@ -325,7 +333,7 @@ class CaptureWindow(Ledger):
 
     def await_sum_in_graph(self, model: int, terms: int | None, output: Any) -> None:  # pragma: traced
         """Do what `await_sum` does for a forward that is being traced."""
-        if terms is not None:
+        if terms is not None and not traces_without_effects():
             call = self.graphs.tape.run(model, terms)
             for tensor in outputs_with_gradient(output):
                 self.graphs.tape.watch_used(call, call, tensor)
@@ -338,11 +346,14 @@ class CaptureWindow(Ledger):
 
     def notice_what_is_gone(self) -> None:
         """Forget what was captured for a step that a GradScaler has left out, or whose gradients were dropped since."""
+        self._notice_missing_step()
+        self.notice_lost_gradients()
+
+    def _notice_missing_step(self) -> None:
         if self._offered:
             self._offered = False
             self.left_out += 1
             self.abandon()
-        self.notice_lost_gradients()
 
     def _end(self) -> None:
         self._offered = False  # Lightning asks as if a scaler did, after the step has begun

@@ -125,14 +125,14 @@ class UserWarnings:
             warn(
                 f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. Either no finite "
                 "statistics came yet, or zero_grad() came between their backward and the step, or a layer was "
-                "parametrized or pruned since, or its forward or backward is out of sight: torch.func, gradients from "
-                "autograd.grad, a forward of its own that multiplies by something else than its weight; a graph that "
-                "torch.compile made of a model without these hooks, and takes for this one (call "
+                "parametrized or pruned since, or its forward or backward is out of sight: torch.func (leave it out of "
+                "what is compiled), torch.cond or a loop such as scan, gradients from autograd.grad, a backward under "
+                "torch's compiled autograd, a forward of its own that multiplies by something else than its weight; or "
+                "a graph that torch.compile made of a model without these hooks, and takes for this one (call "
                 "torch._dynamo.reset() before the optimizer is built); or, with an estimate that names the loss, an "
                 "output that is not found (under torch.compile call the criterion that the estimate names, outside of "
                 "what is compiled), or layers under checkpointing with use_reentrant=True, into which it cannot look "
-                "(pass use_reentrant=False). "
-                "optimizer.summary() tells what is measured; later such steps are counted in "
+                "(pass use_reentrant=False). optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
@@ -186,11 +186,11 @@ class UserWarnings:
                 "on. What backward adds to .grad is not the sum of output gradients times inputs over the forward "
                 "calls that were seen. The rest comes by a use of the weight that is out of sight: in a derivative of "
                 "the model, or in torch.func, by a layer that is no linear layer, convolution or embedding, where the "
-                "weights are an argument of what is differentiated (close over them instead), or behind activation "
-                "checkpointing or hooks on saved tensors; in a custom autograd.Function; in a penalty on the weights "
-                "(other than their squares, absolute values or distance from orthogonality, which are no harm); or "
-                "where a hook changes the gradient of a layer's output. The gradient of a penalty may be added to "
-                ".grad after backward."
+                "weights are an argument of what is differentiated (close over them instead), within what is compiled, "
+                "or behind activation checkpointing or hooks on saved tensors; in a custom autograd.Function; in a "
+                "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
+                "which are no harm); or where a hook changes the gradient of a layer's output. The gradient of a "
+                "penalty may be added to .grad after backward."
             )
 
     def edited_gradients(self, edited: bool) -> None:

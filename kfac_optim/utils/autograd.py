@@ -102,7 +102,7 @@ def pull_back(
 
 
 def allow_another_backward(node: Node) -> None:
-    """Say of a compiled graph that it leaves what it saves, where it was compiled so (`dynamo.leave_what_is_saved`).
+    """Say of a compiled graph that it leaves what it saves, where it was compiled so (`dynamo.keep_what_is_saved`).
 
     torch (2.13) does not note that it was, and refuses to keep such a graph, unless its first backward kept it.
     """

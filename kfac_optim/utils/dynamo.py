@@ -8,6 +8,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.symbolic_convert import tls
 from torch._functorch import config
 
 T = TypeVar("T")
@@ -40,14 +41,17 @@ def as_one_node(function: F) -> F:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def leave_what_is_saved() -> int:
-    """Have the backward of the graph that is being traced leave what the forward saved, so that it may run again.
+def keep_what_is_saved(*, may_run_again: bool) -> int:
+    """Have the graph that is being traced save what its backward needs, of which operators of ours are a part.
 
-    Else the compiler may have it write there (`donated_buffer`). The setting is read as the graph is compiled, which
-    comes next, and on this thread; it is put back when that has ended, in whatever way.
+    Else a budget of memory may have the backward run them again (`activation_memory_budget`). If the backward itself
+    may run again, it also leaves what was saved as it is: else the compiler may have it write there (`donated_buffer`).
+    Settings are read as the graph is compiled, which comes next, and on this thread; they are put back when that has
+    ended, in whatever way.
     """
-    if config.donated_buffer:
-        setting = config.patch(donated_buffer=False)
+    wanted: dict[str, Any] = {"activation_memory_budget": 1.0, **({"donated_buffer": False} if may_run_again else {})}
+    if changed := {name: value for name, value in wanted.items() if getattr(config, name) != value}:
+        setting = config.patch(changed)
         setting.__enter__()
 
         def put_back(_: CallbackArgs) -> None:
@@ -56,6 +60,28 @@ def leave_what_is_saved() -> int:
 
         callback_handler.register_end_callback(put_back)
     return 0
+
+
+# What runs a part of a graph with all that it does. Conditions, loops and custom functions do not.
+_WITH_EFFECTS = ("tag_activation_checkpoint", "invoke_subgraph")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def traces_without_effects() -> bool:
+    """Return whether what is being traced may have no effects: a branch or loop of the graph, or within `torch.func`.
+
+    No operator of ours can stand there. Dynamo says it nowhere but in its tracers, of which each part of a graph has
+    one, within that of the part around it.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    translator = getattr(tls, "current_tx", None)  # there is none where torch.export traces without dynamo
+    tracer = None if translator is None else translator.output.current_tracer
+    while tracer is not None and tracer.parent is not None:
+        if not str(tracer.source_target).endswith(_WITH_EFFECTS):
+            return True
+        tracer = tracer.parent
+    return False
 
 
 def uncompiled() -> AbstractContextManager[Any]:

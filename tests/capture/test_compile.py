@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -639,3 +640,133 @@ def test_a_model_that_is_found_as_its_compiled_forward_begins_is_measured_from_t
         assert optimizer.metrics()["unpreconditioned_blocks"] == 0
         trained.append([param.detach() for param in model.parameters()])
     assert all(map(torch.equal, *trained))
+
+
+class Switch(nn.Module):
+    """Runs one of two layers, by `torch.cond` or by a condition in Python."""
+
+    def __init__(self, *, by_torch: bool) -> None:
+        super().__init__()
+        self.by_torch = by_torch
+        self.up, self.down, self.head = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        above = x.sum() > 0
+        branches = lambda x: self.up(x).tanh(), lambda x: self.down(x).sin()
+        return self.head(torch.cond(above, *branches, (x,)) if self.by_torch else branches[not above](x))
+
+
+@pytest.mark.filterwarnings("ignore:kfac_optim. 1 layer has gradients but no statistics")
+@pytest.mark.parametrize("backend", [BACKEND, None])
+def test_layers_in_branches_of_a_graph_take_the_sgd_step(backend: str | None) -> None:
+    """Also where the model is not compiled, as `torch.cond` compiles itself."""
+    models = [Switch(by_torch=by_torch).double() for by_torch in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    options: dict[str, Any] = {"lr": 0.1, "factor_update_period": 2}
+    optimizer = KFACOptimizer(models[0], **options)
+    reference = KFACOptimizer(models[1], skip_layers=["up", "down"], **options)
+    call = torch.compile(models[0], backend=backend) if backend else models[0]
+    for seed in range(5):
+        for forward, each in ((call, optimizer), (models[1], reference)):
+            each.zero_grad(set_to_none=False)  # the branch that is not taken has gradients of zero
+            mean_square(forward(random(seed, 8, 4))).backward()
+            each.step()
+    torch.testing.assert_close(optimizer.factors()["head"], reference.factors()["head"])
+    torch.testing.assert_close(clones(models[0].parameters()), clones(models[1].parameters()))
+
+
+def by_func(model: nn.Module, x: Tensor) -> Tensor:
+    return mean_square(torch.vmap(torch.func.grad(lambda point: model(point).sum()))(x))
+
+
+def by_grad(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    return mean_square([output, *torch.autograd.grad(output.sum(), x, create_graph=True)])
+
+
+def by_branch(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: model(x).sin(), lambda x: model(x).cos(), (x,)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "backend", "words"),
+    [
+        (by_func, BACKEND, "no statistics"),
+        (by_grad, "eager", "only a part was captured"),
+        (by_branch, BACKEND, "no statistics"),
+    ],
+)
+def test_a_model_in_a_derivative_or_branch_of_a_graph_takes_the_sgd_step(
+    loss_of: Any, backend: str, words: str
+) -> None:
+    model, twin = build(Case(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), images))
+    terms = LossTerms.SUM if loss_of is by_branch else LossTerms.EXAMPLES
+    optimizers = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=2, loss_terms=terms),
+        torch.optim.SGD(twin.parameters(), lr=0.1),
+    )
+    compiled = torch.compile(lambda x: loss_of(model, x), backend=backend)
+
+    def steps() -> None:
+        for seed in range(3):
+            for loss, optimizer in zip((compiled, partial(loss_of, twin)), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss(random(seed, 8, 4)).backward()
+                optimizer.step()
+
+    with pytest.warns(UserWarning, match=words):
+        steps()
+    torch.testing.assert_close(clones(model.parameters()), clones(twin.parameters()))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_changed_period_holds_from_the_next_forward_on(whole: bool) -> None:
+    """It does not come too late for graphs: zero_grad() shows it, or a forward that begins outside of all graphs."""
+    model, _ = build(CASES["linear"])
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=5)
+    call: Any = torch.compile(model, backend=BACKEND) if whole else model
+    if not whole:
+        model[0].compile(backend=BACKEND)
+    ages = []
+    for step in range(5):
+        if step == 2:
+            optimizer.param_groups[0]["factor_update_period"] = 2
+        (optimizer if whole else model).zero_grad()
+        mean_square(call(random(step, 8, 4))).backward()
+        optimizer.step()
+        ages.append(optimizer.metrics()["factor_age"])
+    assert ages == [0, 1, 0, 1, 0]
+
+
+def test_graphs_are_compiled_whatever_memory_their_backward_may_take() -> None:
+    model, twin = build(Case(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), images))
+    optimizer, reference = (KFACOptimizer(each, lr=0.1, factor_update_period=2) for each in (model, twin))
+    call = torch.compile(model, backend=BACKEND)
+    for forward, each in ((call, optimizer), (twin, reference)):
+        for seed in range(4):
+            each.zero_grad()
+            with torch._functorch.config.patch(activation_memory_budget=0.0):
+                loss = mean_square([forward(random(seed + more, 8, 4)) for more in (0, 9)])
+                assert torch._functorch.config.activation_memory_budget == 0.0, "the setting was put back"
+            loss.backward()
+            each.step()
+    assert_identical(all_factors(optimizer), all_factors(reference))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_that_a_scaler_leaves_out_are_counted_and_leave_stated_terms_alone(compiled: bool) -> None:
+    model = build(CASES["linear"])[0].float()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=4)
+    call = torch.compile(model, backend=BACKEND) if compiled else model
+    scaler, stated = torch.amp.GradScaler("cpu", init_scale=2.0), []
+    for step in range(7):
+        optimizer.set_loss_terms(5)
+        optimizer.zero_grad()
+        loss = mean_square(call(random(step, 8, 4).float()))
+        scaler.scale(loss * torch.inf if step in (1, 2) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        stated.append(optimizer._record.count.averaged)  # type: ignore[union-attr]
+    assert optimizer.metrics()["skipped_steps"] == 2
+    assert stated == [5] * 7

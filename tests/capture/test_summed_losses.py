@@ -139,13 +139,17 @@ def _fresh_graphs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh_graphs")
-def test_the_terms_are_those_of_the_step_in_compiled_graphs() -> None:
+@pytest.mark.parametrize("is_discarded", [False, True])
+def test_the_terms_are_those_of_the_step_in_compiled_graphs(is_discarded: bool) -> None:
     model, optimizer = build()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     found = []
     for terms in (4, 4, 4, 400):
         optimizer.zero_grad()
-        compiled(torch.randn(77, 4))
+        discarded = compiled(torch.randn(77, 4))
+        if is_discarded:
+            discarded.sum().backward()
+            model.zero_grad()
         (compiled(torch.randn(terms, 4)) - 3).square().sum().backward()
         optimizer.step()
         found.append(judged_by(optimizer))
