@@ -132,8 +132,8 @@ class UserWarnings:
                 "torch._dynamo.reset() before the optimizer is built); or, with an estimate that names the loss, an "
                 "output that is not found (under torch.compile call the criterion that the estimate names, outside of "
                 "what is compiled), or layers under checkpointing with use_reentrant=True, into which it cannot look "
-                "(pass use_reentrant=False). optimizer.summary() tells what is measured; later such steps are counted in "
-                f"metrics()['unpreconditioned_blocks'].{self._remedy}"
+                "(pass use_reentrant=False). optimizer.summary() tells what is measured; later such steps are counted "
+                f"in metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
     def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
