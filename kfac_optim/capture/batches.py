@@ -1,6 +1,6 @@
-"""Two functions find the batch that a call was handed: its tensor, in whatever structure, and the examples in it."""
+"""These functions find the tensors in whatever structure, and the examples in the batch that a call was handed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,6 +22,15 @@ def first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
         elif (inside := _inside(leaf)) and (found := first_tensor(inside, least_ndim=least_ndim)) is not None:
             return found
     return None
+
+
+def tensors_in(structure: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a structure in their order, also those in what torch's pytrees do not look into."""
+    for leaf in tree_leaves(structure):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        else:
+            yield from tensors_in(_inside(leaf))
 
 
 def _inside(leaf: object) -> list[Any]:

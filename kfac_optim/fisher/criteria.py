@@ -82,12 +82,14 @@ class CriterionTerms:
         if isinstance(target, Tensor) and target.requires_grad:
             on_gradient(loss, self._warn_of_target)
             return
-        if not all(output.requires_grad and output.grad_fn is not None for output in outputs):
+        if not any(map(_has_graph, outputs)):
             return
         counts = _counts(criterion, outputs, target)
         divisor: float | Tensor = 1.0
         if self._likelihood.mean:
             divisor = _terms(criterion, outputs) if counts is None else counts.sum().clamp(min=1)
+        elif not isinstance(criterion, nn.CrossEntropyLoss):
+            divisor = 1 / _repeats(outputs[0], target)
         # Logits in shards may go with targets that are whole; what counts is then seen by gradients alone.
         counts = None if is_sharded(outputs[0]) else counts
         self.observe(outputs, self._of_criterion(outputs), divisor, loss, counts)
@@ -143,7 +145,7 @@ class CriterionTerms:
     def observe_residual(self, residual: Any, weight: float) -> None:
         """Note a term that no criterion computes: see `KFACOptimizer.observe`."""
         outputs, likelihood, scale = _observed(residual)
-        if any(not output.requires_grad or output.grad_fn is None for output in outputs):
+        if not any(map(_has_graph, outputs)) or any(each.requires_grad and not _has_graph(each) for each in outputs):
             raise ValueError(
                 "kfac_optim: observe() was given a tensor that has no graph behind it, and is no result of a forward "
                 "with gradients. Call it before backward() with what such a forward returned; of a Normal whose scale "
@@ -195,7 +197,7 @@ class CriterionTerms:
         else:
             term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
             observed = _Observed(window, behind)
-            for output in outputs:  # before the hook of the forward that has returned it, if one has
+            for output in filter(_has_graph, outputs):  # before the hook of a forward that has returned it
                 on_gradient_first(output, observed)
         if window.recorder is not None:
             window.recorder.note_term(term, outputs)
@@ -305,6 +307,11 @@ class _Observed:
                 root.by_criterion = True
 
 
+def _has_graph(output: Tensor) -> bool:
+    """Return whether a backward comes to an output; what has no graph is given, as a variance that is known."""
+    return output.grad_fn is not None
+
+
 def _forwards(behind: Behind) -> set[RootCall]:
     """Return the forwards of the model behind something."""
     return {root for call, _ in behind.calls if (root := call.root) is not None}.union(behind.forwards)
@@ -315,10 +322,19 @@ def _read(criterion: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     named = dict(zip(("input", "target", "var"), args, strict=False)) | kwargs
     outputs = [named.get("input")]
     if isinstance(criterion, nn.GaussianNLLLoss):
-        outputs.append(named.get("var"))
+        outputs.append(_for_each(outputs[0], named.get("var")))
     if not all(isinstance(output, Tensor) for output in outputs):
         return None
     return tuple(output for output in outputs if isinstance(output, Tensor)), named.get("target")
+
+
+def _for_each(mean: Any, variance: Any) -> Any:
+    """Return a variance for each mean, as the loss takes it, where it is given and no result of the model."""
+    if not isinstance(mean, Tensor) or (isinstance(variance, Tensor) and variance.requires_grad):
+        return variance
+    if isinstance(variance, float):
+        return torch.full_like(mean.detach(), variance)
+    return (variance.unsqueeze(-1) if variance.shape == mean.shape[:-1] else variance).expand_as(mean)
 
 
 def _counts(criterion: nn.Module, outputs: Outputs, target: Any) -> Tensor | None:
@@ -334,6 +350,12 @@ def _terms(criterion: nn.Module, outputs: Outputs) -> float:
     if not isinstance(criterion, nn.CrossEntropyLoss):
         return logits.numel()
     return logits.numel() / max(1, logits.shape[1 if logits.dim() > 1 else 0])
+
+
+def _repeats(output: Tensor, target: Tensor) -> float:
+    """Return how often a sum over elements has each of the output, which more than one target may be compared with."""
+    shape: torch.Size = torch.broadcast_shapes(output.shape, target.shape)  # type: ignore[no-untyped-call]
+    return shape.numel() / output.numel() if output.numel() else 1.0
 
 
 def _with_batch(output: Tensor, calls: Sequence[ForwardCall]) -> Tensor:

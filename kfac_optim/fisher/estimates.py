@@ -1,7 +1,8 @@
 """Which output gradients make `G`.
 
 All are on one scale: `A ⊗ G` stands for the Fisher of the loss as the user wrote it. `Empirical` needs to be told
-nothing. The others name the loss once, `estimate=MonteCarlo(nn.CrossEntropyLoss())`; the training loop stays as it is.
+nothing. The others name the loss once, `estimate=MonteCarlo(nn.CrossEntropyLoss())`; the training loop stays as it is,
+but a factor on the loss is seen only where the loop calls the very object that is named.
 
 | | of which targets | backward passes more | use it |
 |---|---|---|---|
@@ -20,12 +21,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from kfac_optim.capture.batches import tensors_in
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.graph_walk import look_behind, mark
 from kfac_optim.capture.loss_terms import LossCount, RootCall, read_terms
@@ -85,14 +87,18 @@ class NamedLoss(Estimate):
 
     Args:
         criterion: `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.GaussianNLLLoss` (of a model that
-            returns means and variances), or a `Likelihood`. It sets the number of loss terms; with ignored targets
-            state it by `set_loss_terms`. Terms whose gradient is exactly zero are left out. Targets that are
-            probabilities of classes are taken to sum to 1 in each term.
+            returns means and variances; one that returns means alone has to be trained by this very object), or a
+            `Likelihood`. It sets the number of loss terms; with ignored targets state it by `set_loss_terms`. If the
+            loss is multiplied by a number or a weight, call this very object, which tells the factor; where you do not,
+            the loss is taken to be the plain mean, or sum, and of a mean `set_loss_terms(terms / factor)` states the
+            factor. Terms whose gradient is exactly zero are left out. Targets that are probabilities of classes are
+            taken to sum to 1 in each term.
         loss_terms: what the mean runs over, where your loss is not put together as `criterion` says: EXAMPLES for
             squares summed over the outputs of an example and averaged over examples.
         class_dim: of the logits, where they have more than two dimensions: -1 for language models, 1 for segmentation.
         outputs: takes what the loss reads from what the model returns; where it is not given, the first tensor with a
-            dimension (for `nn.GaussianNLLLoss` the first two).
+            dimension (for `nn.GaussianNLLLoss` the first two). It must hand out the very tensors that the loss is
+            computed from: a backward does not come to what it computes of them, as by `torch.cat`.
         seed: of the random numbers, which are the optimizer's own: those of training stay as they were, and a run that
             is resumed draws what the uninterrupted one does.
 
@@ -195,18 +201,25 @@ class NamedLoss(Estimate):
     def outputs_of(self, output: Any) -> Outputs:
         """Return what the loss reads of what the model returned; empty if it is not there."""
         if self._outputs is not None:
-            chosen = self._outputs(output)
-            if isinstance(chosen, Tensor):
-                return (chosen,)
-            if isinstance(chosen, tuple | list) and all(isinstance(each, Tensor) for each in chosen):
-                return tuple(chosen)
+            return self._checked(self._outputs(output))
+        found = (each for each in tensors_in(output) if each.dim() > 0 and each.is_floating_point())
+        return tuple(islice(found, self.likelihood.outputs))
+
+    def _checked(self, chosen: Any) -> Outputs:
+        """Return what `outputs` has chosen, if it is as many tensors as the loss reads, or none."""
+        several = (chosen,) if isinstance(chosen, Tensor) else chosen
+        if not isinstance(several, tuple | list) or not all(isinstance(each, Tensor) for each in several):
             raise TypeError(
                 f"kfac_optim: outputs of {type(self).__name__} must return a tensor, or a tuple of them, and returned "
                 f"{chosen!r}."
             )
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        chosen = tuple(leaf for leaf in leaves if leaf.dim() > 0 and leaf.is_floating_point())
-        return chosen[: self.likelihood.outputs]
+        if several and len(several) != (wanted := self.likelihood.outputs):
+            raise ValueError(
+                f"kfac_optim: outputs of {type(self).__name__} must return what one term of the loss reads, and "
+                f"returned {len(several)} tensors, where {self.criterion!r} reads {wanted}. If the loss has several "
+                "terms, leave outputs out, and compute each of them by a call of that very object."
+            )
+        return tuple(several)
 
 
 class _Watcher:

@@ -64,6 +64,7 @@ class ExtraBackward:
     _arrived: set[int] = field(default_factory=set)
     _found: list[ForwardCall] = field(default_factory=list)
     _drawn: int | None = None
+    _awaited: int = 0
 
     def await_backward(self, outputs: Outputs) -> None:
         """Run when a backward comes to `outputs`, those of the model as they are in the graph.
@@ -77,7 +78,9 @@ class ExtraBackward:
             own = edge(outputs[0])
             self.calls = [(call, None if _is_same(there, own) else there) for call, there in self.calls]
         for place, output in enumerate(outputs):
-            on_gradient(output, partial(self.arrive, place, output.output_nr))
+            if output.grad_fn is not None:  # else it is given, and no backward comes to it
+                self._awaited += 1
+                on_gradient(output, partial(self.arrive, place, output.output_nr))
 
     def arrive(self, place: int, output_nr: int, gradient: Tensor) -> None:
         """Run the passes of one output, to which a backward has come; `output_nr` is its number at its node."""
@@ -108,7 +111,7 @@ class ExtraBackward:
             with window.shards.passing_within_backward():
                 calls = [(call, there or at) for call, there in reached if call.open()]
                 self._run(place, gradient, _Passes(at, calls, window.graphs if in_graphs else None))
-        if len(self._arrived) == len(self.outputs):
+        if len(self._arrived) == self._awaited:
             self.outputs = ()
             for call, _ in self.calls if self.term is None else ():
                 call.release()

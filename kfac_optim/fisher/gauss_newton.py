@@ -210,7 +210,8 @@ class ForwardRecorder:
             window.probe.listen()  # what criteria weigh their terms by holds the loss scale
         known = TermCurvature(term, tuple(output.detach() for output in outputs))
         for place, output in enumerate(outputs):
-            on_gradient(output, weakly(self.arrive_at_term, known, forward, place, output.output_nr))
+            if output.grad_fn is not None:  # else it is given, and no backward comes to it
+                on_gradient(output, weakly(self.arrive_at_term, known, forward, place, output.output_nr))
 
     def _forward_of(self, outputs: Outputs) -> KeptForward | None:
         """Return the forward whose outputs these are, and all that its loss would read; None where they are not."""

@@ -38,6 +38,11 @@ class QuadraticModel(StepSize):
     where `C` is taken, each call weighed as the loss weighs it: if that is no output of the model, such as a residual
     that holds derivatives, it is differentiated a second time, and its graph is held until the step.
 
+    Call that very criterion for all of the loss. Where the loop calls another object or a function, `C` is that of the
+    plain mean, or sum: of `10 * F.mse_loss(…)` it lacks the 10, and `α` comes out 10 times too long, unless
+    `set_loss_terms(terms / 10)` states it. Where the criterion reads a part of what the model returned, and something
+    else reads the rest, the rest has no part in `C` unless you `observe` it: steps become too long, up to divergence.
+
     For full or very large batches. On small ones `α` fits the batch, not the data: it comes out too large.
 
     Of the param groups, `lr` multiplies `Δ`, so that a common one has no effect and groups may differ, and a group at 0

@@ -131,9 +131,11 @@ class UserWarnings:
                 "a graph that torch.compile made of a model without these hooks, and takes for this one (call "
                 "torch._dynamo.reset() before the optimizer is built); or, with an estimate that names the loss, an "
                 "output that is not found (under torch.compile call the criterion that the estimate names, outside of "
-                "what is compiled), or layers under checkpointing with use_reentrant=True, into which it cannot look "
-                "(pass use_reentrant=False). optimizer.summary() tells what is measured; later such steps are counted "
-                f"in metrics()['unpreconditioned_blocks'].{self._remedy}"
+                "what is compiled), or that the criterion does not read, though it reads another of the same forward "
+                "(call optimizer.observe() on what the loss reads there), or layers under checkpointing with "
+                "use_reentrant=True, into which it cannot look (pass use_reentrant=False). optimizer.summary() tells "
+                "what is measured; later such steps are counted in "
+                f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
     def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
@@ -154,9 +156,9 @@ class UserWarnings:
         if count.mixed and self._is_first("mixed"):
             warn(
                 "kfac_optim: the loss calls the criterion that estimate names on some outputs of the model, and uses "
-                "others without it. These are taken to have terms of the same kind, at a scale of their own, and are "
-                "left out where the model is compiled. Compute all terms by that criterion, or call "
-                "optimizer.observe() on what the others read."
+                "others without it. In G these are taken to have terms of the same kind, at a scale of their own, and "
+                "are left out where the model is compiled; QuadraticModel and LevenbergMarquardt leave them out. "
+                "Compute all terms by that criterion, or call optimizer.observe() on what the others read."
             )
 
     def repeated_terms(self, count: LossCount) -> None:

@@ -70,6 +70,10 @@ LOSSES: dict[str, tuple[nn.Module, Loss]] = {
     "masked": (nn.MSELoss(), lambda m, c: c(one(m)[:, :2], TARGET[:, :2])),
     "one number": (nn.MSELoss(), lambda m, c: c(one(m).sum(1), TARGET[:, 0])),
     "summed": (nn.MSELoss(reduction="sum"), lambda m, c: c(one(m), TARGET) / 7),
+    "sum over several targets": (
+        nn.MSELoss(reduction="sum"),
+        lambda m, c: c(one(m), TARGET * torch.arange(4).view(4, 1, 1)) / 7,
+    ),
     "bits": (nn.BCEWithLogitsLoss(), lambda m, c: c(one(m) * 2, TARGET.sigmoid())),
     "classes": (nn.CrossEntropyLoss(), lambda m, c: c(one(m), torch.tensor([1])) * 4),
     "classes of one example without a batch": (nn.CrossEntropyLoss(), lambda m, c: c(one(m)[0], torch.tensor(1))),
@@ -81,6 +85,7 @@ LOSSES: dict[str, tuple[nn.Module, Loss]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")  # torch's own
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_curvature_is_that_of_the_loss_as_it_is_written(name: str) -> None:
     criterion, loss = LOSSES[name]
@@ -127,6 +132,20 @@ def test_terms_that_are_stated_leave_what_the_criterion_itself_weighs_them_by() 
         return optimizer.factors()["2"]
 
     assert_same(factors(8), factors(None))
+
+
+def test_a_factor_on_a_loss_that_another_object_computes_is_stated_by_its_terms() -> None:
+    def factors(loss: nn.Module, criterion: nn.Module, stated: float | None) -> Any:
+        model, x = mlp(), batch()
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+        if stated is not None:
+            optimizer.set_loss_terms(stated)
+        (10 * loss(model(x), x[:, :3])).backward()
+        optimizer.step()
+        return optimizer.factors()["2"]
+
+    criterion = nn.MSELoss()
+    assert_same(factors(nn.MSELoss(), criterion, 8 * 3 / 10), factors(criterion, criterion, None))
 
 
 def test_ignored_targets_count_nowhere_where_another_term_reads_the_same_logits() -> None:
@@ -177,7 +196,7 @@ def test_a_loss_of_which_the_criterion_computes_a_part_is_warned_of_once() -> No
     criterion, model, x = nn.MSELoss(), mlp(), batch()
     optimizer = KFACOptimizer(model, lr=0.1, estimate=ExactGGN(criterion))
     (criterion(model(x), x[:, :3]) + F.mse_loss(model(2 * x), x[:, :3])).backward()
-    with pytest.warns(UserWarning, match="uses others without it"):
+    with pytest.warns(UserWarning, match="uses others without it.*LevenbergMarquardt leave them out"):
         optimizer.step()
     optimizer.zero_grad()
     (criterion(model(x), x[:, :3]) + F.mse_loss(model(2 * x), x[:, :3])).backward()
@@ -297,6 +316,45 @@ def test_bits_and_independent_numbers_are_observed() -> None:
     assert_same(g, 4 * torch.eye(3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"several scales.*\(mean - target\) / scale of the loss, with half"):
         observed(lambda output: distributions.Normal(output, torch.tensor([1.0, 2.0, 3.0])))
+
+
+class MeanAndLogVariance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.log = (mlp(seed=seed, sizes=(4, 3))[0] for seed in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mean(x), self.log(x)
+
+
+OneOfTwo = Callable[[KFACOptimizer, nn.Module, Tensor, Tensor], Tensor]
+GIVEN: dict[str, tuple[str, OneOfTwo]] = {
+    "variance": ("mean", lambda _, c, mean, log: c(mean, TARGET, log.exp().detach())),
+    "one variance": ("mean", lambda _, c, mean, __: c(mean, TARGET, 0.25)),
+    "a variance for each row": ("mean", lambda _, c, mean, __: c(mean, TARGET, torch.tensor([0.25]))),
+    "mean": ("log", lambda _, c, mean, log: c(mean.detach(), TARGET, log.exp())),
+    "mean that is observed": ("log", lambda o, _, mean, log: observed_loss(o, mean.detach(), (log / 2).exp())),
+}
+
+
+def observed_loss(optimizer: KFACOptimizer, mean: Tensor, scale: Tensor) -> Tensor:
+    distribution = distributions.Normal(mean, scale)
+    optimizer.observe(distribution)
+    return -distribution.log_prob(TARGET).mean()
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_of_a_mean_and_a_variance_one_may_be_given(what: str) -> None:
+    """The model returns the logarithm of a variance, which the curvature must not be taken at as if it were one."""
+    trained, loss = GIVEN[what]
+    criterion, model = nn.GaussianNLLLoss(), MeanAndLogVariance()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+    mean, log = model(EXAMPLE)
+    loss(optimizer, criterion, mean, log).backward()
+    optimizer.step()
+    variance = log.detach().exp()[0] if what == "variance" else torch.full((3,), 0.25, dtype=torch.float64)
+    expected = 1 / variance if trained == "mean" else torch.full_like(variance, 0.5)
+    assert_same(optimizer.factors()[trained][1], expected.diag()[None] / 3)
 
 
 def test_a_criterion_of_two_outputs_is_read_by_the_output_as_that_of_a_function_is() -> None:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -326,6 +327,46 @@ def test_means_and_variances_are_found_in_what_the_model_returns() -> None:
         found.append(optimizer.factors())
         assert optimizer.metrics()["unpreconditioned_blocks"] == 0
     assert_identical(*found)
+
+
+@dataclass
+class Answer:
+    mean: Tensor
+    rest: Tensor
+
+
+class AnswerAndRest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(self.layer(x), x)
+
+
+def test_what_the_loss_reads_is_found_in_a_dataclass() -> None:
+    """As by the empirical estimate; a named loss alone needs the tensor itself."""
+    found = []
+    for outputs in (None, lambda answer: answer.mean):
+        model = AnswerAndRest()
+        optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(nn.MSELoss(), outputs=outputs))
+        F.mse_loss(model(normal(6, 3)).mean, normal(6, 4)).backward()
+        optimizer.step()
+        found.append(optimizer.factors()["layer"])
+    assert_identical(*found)
+
+
+def test_more_tensors_than_the_loss_reads_are_refused_in_the_forward() -> None:
+    model, criterion = TwoHeads().double(), nn.MSELoss()
+    refusing = KFACOptimizer(model, estimate=ExactGGN(criterion, outputs=lambda o: (o["mean"], o["variance"])))
+    with pytest.raises(ValueError, match=r"returned 2 tensors, where MSELoss\(\) reads 1\. .* leave outputs out"):
+        model(normal(6, 3))
+    refusing.remove_hooks()
+    optimizer = KFACOptimizer(model, lr=0.1, estimate=ExactGGN(criterion))
+    output = model(normal(6, 3))
+    (criterion(output["mean"], normal(6, 2)) + criterion(output["variance"], normal(6, 2))).backward()
+    optimizer.step()
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
 
 
 def test_under_a_grad_scaler_the_factors_are_those_without() -> None:

@@ -100,6 +100,15 @@ def mean_and_variance(call: Call) -> Iterator[Read]:
     yield (output[:, :1], F.softplus(output[:, 1:2]) + 0.1), targets(6, 1), 2.0
 
 
+def variance_that_is_given(call: Call) -> Iterator[Read]:
+    yield (call(inputs()), targets(6, 3) + 0.1), targets(6, 3), 2.0
+
+
+def mean_that_is_given(call: Call) -> Iterator[Read]:
+    ((mean, variance), target, weight) = next(mean_and_variance(call))
+    yield (mean.detach(), variance), target, weight
+
+
 FREE = torch.zeros(1, dtype=torch.float64, requires_grad=True)
 
 
@@ -120,6 +129,8 @@ CASES: dict[str, Case] = {
     "some classes": (4, nn.CrossEntropyLoss(), some_classes, some_classes),
     "classes in two sets": (4, nn.CrossEntropyLoss(), classes_in_two_sets, classes_in_two_sets),
     "variance": (3, nn.GaussianNLLLoss(), mean_and_variance, mean_and_variance),
+    "variance that is given": (3, nn.GaussianNLLLoss(), variance_that_is_given, variance_that_is_given),
+    "mean that is given": (3, nn.GaussianNLLLoss(), mean_that_is_given, mean_that_is_given),
     "variance of nobody's": (1, nn.GaussianNLLLoss(), *[variance_of_a_parameter_of_nobody] * 2),
 }
 
