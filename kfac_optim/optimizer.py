@@ -157,7 +157,8 @@ class KFACOptimizer(JoinableOptimizer):
         fused: as in `optim.SGD` (group). If it is True, on an accelerator, on one process and without a `GradScaler`,
             the host waits for nothing in a step that neither takes statistics nor refreshes. The fused kernels then
             decide whether the gradients are finite; a step that they do not take counts as one for the periods, and
-            `nonfinite_limit` is looked at when the host waits next.
+            `nonfinite_limit` is looked at when the host waits next. On a CPU, parameters of 16 bits with 8 elements
+            or more go by the loop all the same, because torch's fused kernel there leaves most of them where they are.
 
     Raises:
         TypeError: an argument is of the wrong kind.

@@ -53,8 +53,9 @@ class SelectedUpdates(StepSize):
     Norm layers, of which no statistics are taken then, and all parameters that belong to no layer take AdamW's step,
     with the momentum for β₁. Leave the output layer to AdamW by `skip_layers`, as Muon's recipe does. With
     `l2_in_curvature` weight decay is part of every gradient, and not decoupled. There is no trust region: `kl_clip` is
-    not looked at. As with Muon a layer whose gradient has become zero goes on along its momentum, at its full size.
-    Use it like this:
+    not looked at. As with Muon a layer whose gradient has become zero goes on along its momentum, at its full size; in
+    float16 it does so for ever, as a mean stops decaying at 2e-7 there. Where a layer is to rest, leave it out of the
+    loss, so that its gradient is None. Use it like this:
 
         optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, nesterov=True, step_size=SelectedUpdates(),
                                   skip_layers=["head"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
+from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.inverses.eigenbasis.base import EigenState
 
 pytestmark = [
@@ -184,6 +184,22 @@ def test_towards_no_damping_it_equals_cholesky_and_far_from_it_not() -> None:
     assert_same(EIGEN.apply(state, grad, 1e-16), as_cholesky(state, layer, grad, 1e-16), rtol=1e-6)
     ours, theirs = EIGEN.apply(state, grad, 1.0), as_cholesky(state, layer, grad, 1.0)
     assert float((ours - theirs).norm() / ours.norm()) > 0.05
+
+
+@pytest.mark.parametrize("inverse", [Eigen(), EKFAC()], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_damping_below_rounding_does_not_enlarge_the_noise_of_a_null_space(
+    inverse: Eigen | EKFAC, dtype: torch.dtype
+) -> None:
+    state = inverse.init(spec(4, 3, 2, (DENSE, DENSE)), dtype=dtype, device=CPU)
+    for factor in (state.pair.a, state.pair.g):
+        factor.packed.copy_(5 * torch.ones_like(factor.packed))  # of rank 1
+        factor.mass.fill_(1)
+    inverse.refresh([state], [1.0])
+    grad, largest = torch.randn(2, 3, 4, dtype=dtype), float(state.eigenvalues().max())
+    smallest = torch.finfo(dtype).eps * largest
+    assert_same(inverse.apply(state, grad, 1e-30), inverse.apply(state, grad, smallest), rtol=1e-4)
+    assert float(inverse.apply(state, grad, 1e-30).norm()) < 1.01 * float(grad.norm()) / smallest
 
 
 # -- before the first refresh ------------------------------------------------------------------------------------

@@ -90,6 +90,25 @@ def test_the_fused_kernel_takes_parameters_with_and_without_momentum_as_sgd_does
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("skipped", [[], ["*"]], ids=["directions", "raw gradients"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fused_step_moves_parameters_of_16_bits_as_the_loop_does(dtype: torch.dtype, skipped: list[str]) -> None:
+    """Torch's own fused kernel leaves whole vectors of them where they are on a CPU."""
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 8).to(dtype)
+        optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, fused=fused, skip_layers=skipped)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 16, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+        found.append(
+            [*model.parameters(), *(optimizer.state[param]["momentum_buffer"] for param in model.parameters())]
+        )
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), SelectedUpdates()], ids=str)
 def test_fused_kernels_get_directions_that_lie_as_the_parameters(step_size: Any) -> None:
     """They read all tensors side by side, as they lie: on a CPU another layout would be another step, in silence."""

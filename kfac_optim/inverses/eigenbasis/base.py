@@ -75,8 +75,7 @@ class EigenbasisInverse(PairInverse[E]):
 
     def damped(self, state: E, damping: float) -> Tensor:
         """Return what to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
-        values = state.eigenvalues()
-        return torch.where(state.solved[:, None, None], values + damping, 1.0)
+        return divisor(state.eigenvalues(), state.solved, damping)
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         """Return the numbers of basis and eigenvalues."""
@@ -101,6 +100,18 @@ class EigenbasisInverse(PairInverse[E]):
         if a is not None and a.basis is not None:
             grad = grad @ a.basis.mT
         return grad
+
+
+def divisor(values: Tensor, solved: Tensor, damping: float) -> Tensor:
+    """Return `values` `[groups, rows, columns]` with λ added, or one rounding unit of the largest if λ is below that.
+
+    Where `values` are zero, gradients are rounding noise, which a smaller divisor would make longer than all else; the
+    trust region would not see it, as that noise adds nothing to `Dᵀ∇`. A group that is not `solved` `[groups]` has 1.
+    """
+    unit = torch.finfo(values.dtype).eps * values.amax((1, 2), keepdim=True)
+    # Not by clamp(min=λ), which refuses a λ that the dtype does not hold.
+    least = (unit - damping).clamp(min=0) + damping
+    return torch.where(solved[:, None, None], values + least, 1.0)
 
 
 def outer(g_values: Tensor | None, a_values: Tensor | None, *, like: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ class Eigen(EigenbasisInverse[EigenState]):
     `Q_G [(Q_Gᵀ ∇ Q_A) / (s_G s_Aᵀ + λ)] Q_Aᵀ`, negative eigenvalues taken as 0. λ is not split over the factors, which
     makes the damping exact, and it may change at every step without a refresh. Refreshing costs several times what
     it does with `Cholesky`, applying four matrix products instead of two. Factors narrower than float32 are
-    decomposed in float32.
+    decomposed in float32. A λ below one rounding unit of the largest entry of `s_G s_Aᵀ` (in float32 1.2e-7 times it)
+    counts as that unit, as the gradient's rounding noise would otherwise grow without bound.
 
     Use it where λ changes from step to step, by a schedule or by adaptation, or where the damping must be exact, as in
     a comparison with other solvers. It wants a larger λ than `Cholesky`: at the same one it damps less.

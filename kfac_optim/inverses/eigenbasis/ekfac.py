@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse
+from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, divisor
 from kfac_optim.inverses.eigenbasis.ekfac_state import EKFACState
 from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops, dense_sides
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
@@ -24,7 +24,8 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     example n adds to the gradient. `S` is the diagonal of the Fisher in the eigenbasis, for which `Eigen` takes the
     product `s_G s_Aᵀ` of the factors' eigenvalues: of all diagonals in this basis it is the nearest to the Fisher in
     the Frobenius norm. It is sampled at every statistics step and so stays up to date while the basis, the costly part,
-    ages: `inverse_update_period` can be large. λ may change at every step without a refresh.
+    ages: `inverse_update_period` can be large. λ may change at every step without a refresh; below one rounding unit of
+    the largest entry of `S` it counts as that unit, as with `Eigen`.
 
     `S` is a running average weighted by loss terms, as `G` is, in the units of the loss as the user wrote it. Until it
     is sampled in a basis it is `s_G s_Aᵀ`. When a refresh changes the basis, the diagonal of `U diag(S) Uᵀ` in the new
@@ -79,7 +80,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
             state.renew(old)
 
     def damped(self, state: EKFACState, damping: float) -> Tensor:
-        return torch.where(state.solved[:, None, None], state.to_apply + damping, 1.0)
+        return divisor(state.to_apply, state.solved, damping)
 
     def flops(self, spec: LayerSpec) -> Cost:
         # To carry S over: the overlap of the bases, and a product with it.
