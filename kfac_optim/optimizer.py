@@ -453,7 +453,7 @@ class KFACOptimizer(JoinableOptimizer):
         """
         if self._choices.average is not None:
             self._window.shards.reshard()
-            averaging.show_averages(self.state)
+            averaging.show_averages(self.state, self._params())
 
     def train(self) -> None:
         """Put the trained parameters back into the model, after `eval()`; otherwise it does nothing."""
@@ -776,7 +776,9 @@ class KFACOptimizer(JoinableOptimizer):
         counts = skipped, self._skipped.in_a_row, rejected, self._window.dropped_calls
         numbers = {key: self.defaults[key] for key in self._group_keys}
         flags = self._binding.released, self._scaler.was_named, self._memory.to_list()
-        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks, counts, *flags)
+        # Lightning Fabric's wrapper is of a class made of this one, but holds nothing: its copy is the optimizer alone.
+        kind = type(self) if "_binding" in self.__dict__ else KFACOptimizer
+        return _rebuild, (kind, model, groups, numbers, choices, state, blocks, counts, *flags)
 
     # -- internals ---------------------------------------------------------------------------------------------
 
@@ -854,6 +856,7 @@ class KFACOptimizer(JoinableOptimizer):
         keeps_directions = has_stepped and self._choices.step_size.keeps_direction(self.param_groups)
         published_state.publish(
             self.state,
+            self.param_groups,
             self._binding.coverage.blocks,
             self._binding.pending.states(),
             self._executor,

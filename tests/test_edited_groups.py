@@ -35,6 +35,21 @@ def test_a_layer_that_was_taken_out_is_in_no_checkpoint() -> None:
     train(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("kl_clip", [1e-3, None])
+def test_without_momentum_a_layer_that_was_taken_out_leaves_no_state_that_torch_misses(kl_clip: float | None) -> None:
+    """The default trust region keeps the last directions, and a checkpoint shows the state of blocks."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1, kl_clip=kl_clip)
+    train(model, optimizer, 2)
+    optimizer.state_dict()
+    optimizer.param_groups[0]["params"] = list(model[0].parameters())
+    train(model, optimizer, 2, start=2)
+    state = optimizer.state_dict()
+    assert set(state["state"]) == {0, 1}
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 1)
+
+
 def test_a_layer_that_was_put_in_the_place_of_another_is_preconditioned() -> None:
     model = mlp()
     optimizer = new(model)

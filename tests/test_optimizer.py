@@ -1256,6 +1256,22 @@ def test_a_module_that_takes_over_the_parameters_of_another_is_measured_in_its_p
     assert [record.name for record in optimizer.summary().blocks] == ["0", "2"]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_weight_tied_in_mid_training_is_measured_as_one_that_was_tied_before(bias: bool) -> None:
+    """Nobody took the old weight out of the groups, where it has no gradient; a bias of its layer goes to SGD."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=bias), nn.Tanh(), nn.Linear(4, 4, bias=bias)).double()
+    options = {"lr": 0.0, "factor_update_period": 1, "factor_decay": 1e-15}  # the averages are the last statistics
+    optimizer = KFACOptimizer(model, **options)
+    train(model, optimizer, 1)
+    model[2].weight = model[0].weight
+    train(model, optimizer, 2)  # it is found at the end of the first
+    reference = KFACOptimizer(model, **options)
+    train(model, reference, 1, start=1)
+    assert_same_factors(optimizer.factors(), reference.factors())
+    assert optimizer.metrics()["factor_age"] == 0
+
+
 def test_a_layer_unfrozen_in_mid_training_is_preconditioned_from_its_first_step_on() -> None:
     model, twin = mlp(sizes=(4, 5, 5, 3)), mlp(sizes=(4, 5, 5, 3))
     model[2].requires_grad_(False)

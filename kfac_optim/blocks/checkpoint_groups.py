@@ -239,7 +239,10 @@ def _check_tensor(buffer: object, param: nn.Parameter, at: str, rule: value_chec
     if is_lazy(param):  # whose shape the checkpoint of the model is about to tell
         return
     if buffer.shape != param.shape:
-        raise _refusal(f"{at} {list(buffer.shape)}, here {list(param.shape)}")
+        raise _refusal(
+            f"{at} {list(buffer.shape)}, here {list(param.shape)}. Of a model with other layers load the parameters "
+            "alone, and begin with a new optimizer"
+        )
     if isinstance(buffer, DTensor) != isinstance(param, DTensor):
         raise _refusal(
             f"{at} {'' if isinstance(buffer, DTensor) else 'not '}sharded, unlike the parameter; load it by "

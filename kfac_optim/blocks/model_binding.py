@@ -408,14 +408,32 @@ class ModelBinding:
         return True
 
     def _follow_modules(self) -> None:
-        """Build anew where a module has given its parameters to another, as where BatchNorm becomes SyncBatchNorm."""
+        """Build anew where modules have given their parameters to others, or hold others, as where weights were tied.
+
+        The first is so where BatchNorm becomes SyncBatchNorm. A block that nothing has come in the place of stays.
+        """
         if self.model is None or self.released:
             return
         modules = set(self.model.modules())
-        moved = [block for block in self.coverage.blocks if any(use.module not in modules for use in block.uses)]
-        held = self.names() if moved else {}
-        if any(param in held for block in moved for param in block.params):
+        lost = [
+            (param, use.module)
+            for block in self.coverage.blocks
+            for use in block.uses
+            for param in block.params
+            if not (use.module in modules and self._is_held(param, use.module))
+        ]
+        present = self.names() if lost else {}
+        replaced = (module for _, module in lost if module in modules)
+        if any(param in present for param, _ in lost) or any(map(self._holds_some, replaced)):
             self._build()
+
+    def _is_held(self, param: nn.Parameter, module: nn.Module) -> bool:
+        if any(own is param for own in module._parameters.values()):  # which takes no time
+            return True
+        return any(self._window.shards.known(own) is param for own in module.parameters())
+
+    def _holds_some(self, module: nn.Module) -> bool:
+        return any(self._window.shards.known(own) in self._groups for own in module.parameters())
 
     def _grow_within(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Build blocks as the first forward of a lazy module begins, within which it has got its shapes."""

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from kfac_optim.blocks.attachment import Attachment, attach, by_module
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.utils.hooks import Handle, PicklableHook, call_if_there
+from kfac_optim.utils.hooks import Handle, PicklableHook, call_if_there, drop_inert
 
 _NUMBERS = itertools.count(1)
 
@@ -40,6 +40,8 @@ class ModuleHooks:
 
     def follow(self, model: nn.Module, blocks: Iterable[KFACBlock]) -> None:
         """Hook the modules of these blocks and no others; modules that are hooked already keep their hooks."""
+        for module in model.modules():
+            drop_inert(module)
         wanted = by_module(blocks)
         gone = [module for module, (attached, _) in self._attached.items() if wanted.get(module) != attached]
         for module in gone:

@@ -30,7 +30,7 @@ from kfac_optim.fisher.likelihoods import (
     Vectors,
 )
 from kfac_optim.utils.autograd import in_function_transform, on_gradient, on_gradient_first
-from kfac_optim.utils.hooks import PicklableHook
+from kfac_optim.utils.hooks import PicklableHook, drop_inert
 from kfac_optim.utils.sharded_params import is_sharded
 from kfac_optim.utils.warning import warn
 
@@ -65,6 +65,7 @@ class CriterionTerms:
 
     def watch(self, criterion: nn.Module) -> None:
         """Hook the criterion."""
+        drop_inert(criterion)
         handle = criterion.register_forward_hook(PicklableHook(self._called), with_kwargs=True)
         window = self._window()
         assert window is not None

@@ -93,9 +93,15 @@ def shows_averages(state: Mapping[Any, Any]) -> bool:
 
 
 @torch.no_grad()
-def show_averages(state: State) -> None:
-    """Put the averages into the parameters, and keep what was there."""
-    for param, held in state.items():
+def show_averages(state: State, params: Iterable[nn.Parameter]) -> None:
+    """Put the averages into the parameters, and keep what was there.
+
+    Args:
+        state: the optimizer's, which also has what it knew of parameters that it has no longer.
+        params: all parameters of the param groups.
+    """
+    for param in params:
+        held = state.get(param)
         if isinstance(held, dict) and AVERAGE in held and ITERATE not in held:
             held[ITERATE] = param.detach().clone()
             held[AVERAGED_STEPS] *= -1

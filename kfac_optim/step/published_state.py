@@ -1,6 +1,6 @@
 """The state of blocks and of the step size, put where `torch.optim` and `torch.distributed.checkpoint` look for it."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from kfac_optim.step.execution import Executor
 
 def publish(
     state: MutableMapping[Any, Any],
+    groups: Sequence[Mapping[str, Any]],
     blocks: Sequence[KFACBlock],
     beside_blocks: checkpoint.States,
     executor: Executor,
@@ -26,6 +27,7 @@ def publish(
 
     Args:
         state: of the optimizer, by parameter.
+        groups: the param groups.
         blocks: of the optimizer.
         beside_blocks: what checkpoints hold of parameters without a block.
         executor: knows the tensors of each block.
@@ -36,6 +38,7 @@ def publish(
     for each in state.values():
         if isinstance(each, dict):
             each.pop(checkpoint.KEY, None)
+    _drop_directions(state, groups)
     held = {block: executor.states.tensors(block) if include_factors else None for block in blocks}
     partial = executor.several and include_factors and None in held.values()
     if keeps_directions:
@@ -83,3 +86,15 @@ def _publish_directions(state: MutableMapping[Any, Any], blocks: Sequence[KFACBl
     for param in executor.gradients.owned(list(covered)):
         if covered[param]["momentum"] == 0 and MOMENTUM not in state[param]:
             state[param][MOMENTUM] = torch.zeros_like(param)
+
+
+def _drop_directions(state: MutableMapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Drop the last directions of parameters that were taken out of the groups: torch raises KeyError for their state.
+
+    As with `torch.optim.SGD`, what has momentum is for the user to drop.
+    """
+    present = {param for group in groups for param in group["params"]}
+    directions = set() if any(group["momentum"] for group in groups) else {MOMENTUM}
+    for param, each in list(state.items()):
+        if isinstance(param, Tensor) and param not in present and set(each) <= directions:
+            del state[param]

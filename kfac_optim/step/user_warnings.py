@@ -123,18 +123,18 @@ class UserWarnings:
     def unseen_layers(self, names: Sequence[str]) -> None:
         if names and self._is_first("unseen"):
             warn(
-                f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. Either no finite "
-                "statistics came yet, or zero_grad() came between their backward and the step, or a layer was "
-                "parametrized or pruned since, or its forward or backward is out of sight: torch.func (leave it out of "
-                "what is compiled), torch.cond or a loop such as scan, gradients from autograd.grad, a backward under "
-                "torch's compiled autograd, a forward of its own that multiplies by something else than its weight; or "
-                "a graph that torch.compile made of a model without these hooks, and takes for this one (call "
-                "torch._dynamo.reset() before the optimizer is built); or, with an estimate that names the loss, an "
-                "output that is not found (under torch.compile call the criterion that the estimate names, outside of "
-                "what is compiled), or that the criterion does not read, though it reads another of the same forward "
-                "(call optimizer.observe() on what the loss reads there), or layers under checkpointing with "
-                "use_reentrant=True, into which it cannot look (pass use_reentrant=False). optimizer.summary() tells "
-                "what is measured; later such steps are counted in "
+                f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. One of these is why. "
+                "(1) No finite statistics came yet, or zero_grad() came between their backward and the step. (2) The "
+                "layer was parametrized or pruned since, or was given another parameter; one that is tied to another "
+                "layer's is measured from the next period on. (3) Its forward or backward is out of sight: torch.func "
+                "inside of what is compiled, torch.cond, a loop such as scan, gradients from autograd.grad, torch's "
+                "compiled autograd, or a forward of its own that multiplies by something else than its weight. (4) A "
+                "graph that torch.compile made of a model without these hooks is taken for this one: call "
+                "torch._dynamo.reset() before the optimizer is built. (5) The estimate names the loss, and its output "
+                "is not found (under torch.compile call the criterion that the estimate names, outside of what is "
+                "compiled), or the criterion reads another output of the same forward (call optimizer.observe() on "
+                "what the loss reads there), or the layer is checkpointed with use_reentrant=True (pass "
+                "use_reentrant=False). optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 

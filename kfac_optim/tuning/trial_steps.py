@@ -134,6 +134,11 @@ def check(optimizer: KFACOptimizer) -> nn.Module:
     """Return the optimizer's model; refuse by name what trial steps cannot be taken of."""
     if not isinstance(optimizer, KFACOptimizer):
         raise TypeError(f"kfac_optim: range_test takes a KFACOptimizer, got {type(optimizer).__name__}.")
+    if "_binding" not in vars(optimizer):  # of a class that Fabric makes of the optimizer's
+        raise TypeError(
+            f"kfac_optim: range_test got a {type(optimizer).__name__}, which wraps the optimizer. Pass what it wraps: "
+            "optimizer.optimizer."
+        )
     model = optimizer._binding.model
     if optimizer._executor.several:
         raise NotImplementedError(

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -69,8 +70,19 @@ class PicklableHook:
             return None
         return call_as_it_is(self._function, *args)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert_hook, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        # What does nothing is of the standard library, so that a pickled model does not need this package.
+        return getattr, (nullcontext(), nullcontext.__exit__.__name__)
+
+
+def drop_inert(module: nn.Module) -> None:
+    """Take off the module what copies and pickles have in the place of hooks of ours; else it would pile up in them."""
+    before: tuple[dict[int, Any], ...] = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    after = module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
+    for hooks, *marks in (before, after):
+        for number in [key for key, hook in hooks.items() if getattr(hook, "__func__", None) is nullcontext.__exit__]:
+            for each in (hooks, *marks):
+                each.pop(number, None)
 
 
 def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -83,14 +95,6 @@ def call_if_there(method: weakref.WeakMethod[Callable[..., Any]], *args: Any) ->
     """Call the method if its object still exists; return None if not."""
     found = method()
     return None if found is None else call_as_it_is(found, *args)
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
-
-
-def _inert_hook() -> Callable[..., None]:
-    return _do_nothing
 
 
 @dataclass(eq=False)

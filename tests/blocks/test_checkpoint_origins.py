@@ -1,6 +1,7 @@
 """Checkpoints of other optimizers: SGD's is a warm start, the others are refused as what they are."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,15 @@ def test_numbers_of_a_checkpoint_that_do_not_go_with_the_step_size_are_refused_w
     with pytest.warns(UserWarning, match=r"is of torch\.optim\.SGD"):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[1]["lr"] == 0.1
+
+
+def test_a_checkpoint_of_a_model_with_another_head_is_refused_with_a_remedy() -> None:
+    model, other = mlp(), mlp(sizes=(4, 5, 7))
+    saved = KFACOptimizer(model, factor_update_period=1)
+    train(model, saved, 2)
+    remedy = "load the parameters alone, and begin with a new optimizer. Nothing has been changed."
+    with pytest.raises(ValueError, match=f"'momentum_buffer' of '2.weight' is .*, here .*{re.escape(remedy)}"):
+        KFACOptimizer(other).load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize("inverse", [Cholesky(), EKFAC()], ids=repr)

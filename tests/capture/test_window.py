@@ -1198,6 +1198,33 @@ def test_a_copy_of_the_model_trains_with_an_optimizer_of_its_own() -> None:
     assert_identical(clones(model.parameters()), clones(copied.parameters()))
 
 
+def test_what_takes_the_place_of_hooks_in_copies_does_not_pile_up_over_generations() -> None:
+    def hooks(*modules: nn.Module) -> list[int]:
+        return [
+            sum(map(len, (each._forward_pre_hooks, each._forward_pre_hooks_with_kwargs, each._forward_hooks)))
+            + len(each._forward_hooks_with_kwargs)
+            + len(each._forward_hooks_always_called)
+            for each in modules
+        ]
+
+    model, criterion = mlp(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.1, estimate=MonteCarlo(criterion))
+    before = hooks(*model.modules(), criterion)
+    for _ in range(3):
+        model, criterion = copy.deepcopy((model, criterion))
+        optimizer = KFACOptimizer(model, lr=0.1, estimate=MonteCarlo(criterion))
+    assert hooks(*model.modules(), criterion) == before
+    assert optimizer.summary().blocks
+
+
+def test_a_pickled_model_does_not_need_the_package() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    for copied in (pickle.dumps(model), pickle.dumps(copy.deepcopy(model))):
+        assert b"kfac_optim" not in copied
+    assert optimizer.summary().blocks
+
+
 # -- memory ----------------------------------------------------------------------------------------------------
 
 

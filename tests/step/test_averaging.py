@@ -67,6 +67,25 @@ def test_evaluation_sees_the_average_and_training_goes_on_from_the_iterates(
         assert_equal(values(model), values(plain))
 
 
+def test_the_average_of_a_parameter_that_was_taken_out_of_the_groups_is_not_shown() -> None:
+    """Another optimizer trains it since, so its average is old."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, **AVERAGED)
+    train(model, optimizer, 2)
+    head = list(model[2].parameters())
+    group = optimizer.param_groups[0]
+    group["params"] = [param for param in group["params"] if all(param is not each for each in head)]
+    with torch.no_grad():
+        head[0].fill_(3.0)
+    before = values(model)
+    optimizer.eval()
+    shown = values(model)
+    assert_equal(shown[2:], before[2:])
+    assert not torch.equal(shown[0], before[0])
+    optimizer.train()
+    assert_equal(values(model), before)
+
+
 def test_without_an_average_both_calls_do_nothing() -> None:
     model = mlp()
     optimizer = KFACOptimizer(model, **OPTIONS)

@@ -1,5 +1,6 @@
 """Lightning trains with the optimizer bit for bit as a plain loop does, where it steps and where the module does."""
 
+import copy
 import importlib.util
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from kfac_optim import KFACOptimizer
+from kfac_optim.tuning import range_test
 
 if TYPE_CHECKING:
     from helpers.lightning_modules import Holds
@@ -40,6 +42,22 @@ def in_a_plain_loop(data: Any = None, *, scheduled: bool = False, **options: Any
     scheduler = CosineAnnealingLR(optimizer, STEPS) if scheduled else None
     plain_run(model, optimizer, data, scheduler=scheduler, **options)
     return parameters_of(model)
+
+
+def test_the_optimizer_that_fabric_wraps_is_copied_and_the_range_test_asks_for_it() -> None:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = mlp()
+    model, wrapped = fabric.setup(model, KFACOptimizer(model, lr=0.1, factor_update_period=1))
+    with pytest.raises(TypeError, match=r"range_test got a FabricKFACOptimizer.*optimizer\.optimizer"):
+        range_test(wrapped, [batch()], lambda x: square_loss(model(x)))
+    twin, optimizer = copy.deepcopy((model, wrapped))
+    for net, each in ((model, wrapped), (twin, optimizer)):
+        each.zero_grad()
+        square_loss(net(batch())).backward()
+        each.step()
+    assert_same_bits(parameters_of(twin), parameters_of(model))
 
 
 def half_precision() -> Any:
