@@ -776,8 +776,9 @@ class KFACOptimizer(JoinableOptimizer):
         counts = skipped, self._skipped.in_a_row, rejected, self._window.dropped_calls
         numbers = {key: self.defaults[key] for key in self._group_keys}
         flags = self._binding.released, self._scaler.was_named, self._memory.to_list()
-        # Lightning Fabric's wrapper is of a class made of this one, but holds nothing: its copy is the optimizer alone.
-        kind = type(self) if "_binding" in self.__dict__ else KFACOptimizer
+        # Lightning Fabric's wrapper is of a class made of this one, its last base, but holds nothing: its copy is the
+        # optimizer alone.
+        kind = type(self) if "_binding" in self.__dict__ else type(self).__bases__[-1]
         return _rebuild, (kind, model, groups, numbers, choices, state, blocks, counts, *flags)
 
     # -- internals ---------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ class LossCount(NamedTuple):
     """Holds the terms of a step's loss."""
 
     averaged: float | Tensor
-    """`M`, the terms that the mean runs over; 1 for a summed loss; a tensor `[]` where it was stated as one."""
+    """`M`, the terms that the mean runs over; a tensor `[]` where it was stated as one. It is 1 for a summed loss, or
+    the share of a rank's loss in what the gradients are of, where ranks do not take their mean."""
     summed: float
     """Terms that are summed instead; 1 for a mean, 0 where nothing was seen."""
     assumed: bool = False

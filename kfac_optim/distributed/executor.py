@@ -223,7 +223,8 @@ class DistributedExecutor(Executor):
         in_place, restarted = verdict.edited and sharded, self.states.take_restarted()
         terms = verdict.terms
         if sums:
-            terms, summed = None, 0 if terms is None else self._mean_of_terms(counted, *terms)
+            summed = self._mean_of_terms(counted, *terms) if verdict.finite and terms is not None else 0
+            terms = None
         return Agreement(verdict.finite, summed, sampled, graded, unaccounted, terms, in_place, restarted, used)
 
     def _summed_here(self, summed: float) -> int | None:

@@ -331,11 +331,12 @@ def _read(criterion: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _for_each(mean: Any, variance: Any) -> Any:
     """Return a variance for each mean, as the loss takes it, where it is given and no result of the model."""
-    if not isinstance(mean, Tensor) or (isinstance(variance, Tensor) and variance.requires_grad):
+    if not isinstance(mean, Tensor) or (isinstance(variance, Tensor) and _has_graph(variance)):
         return variance
     if isinstance(variance, float):
         return torch.full_like(mean.detach(), variance)
-    return (variance.unsqueeze(-1) if variance.shape == mean.shape[:-1] else variance).expand_as(mean)
+    given = variance.detach()  # a parameter may be trained itself
+    return (given.unsqueeze(-1) if given.shape == mean.shape[:-1] else given).expand_as(mean)
 
 
 def _counts(criterion: nn.Module, outputs: Outputs, target: Any) -> Tensor | None:

@@ -169,7 +169,7 @@ class NormStatistics(LayerStatistics):
         if not on_host(gradient):
             return self._of_part(gradient, self._part(0, examples), lambda some: some).any()
         # In most layers one example shows it already.
-        parts = (self._part(0, 1), self._part(1, examples))
+        parts = (self._part(*ends) for ends in ((0, 1), (1, examples)) if ends[0] < min(ends[1], examples))
         return any(bool(self._of_part(gradient, part, lambda some: some).any()) for part in parts)
 
     @property

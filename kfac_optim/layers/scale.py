@@ -8,6 +8,7 @@ is as for torch's own norms.
 """
 
 import copy
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -60,7 +61,7 @@ class ScaleAdapter(NormAdapter[nn.Module]):
     def canonical(self, module: nn.Module, tensor: Tensor) -> Tensor:
         if self.channels:
             return channel_rows(tensor, 1).squeeze(0)
-        return tensor.reshape(len(tensor), -1, tensor.shape[-1])
+        return tensor.reshape(len(tensor), math.prod(tensor.shape[1:-1]), tensor.shape[-1])
 
     def standardiser(
         self, module: nn.Module, layer_input: Tensor, dtype: torch.dtype, training: bool

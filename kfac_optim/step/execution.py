@@ -32,7 +32,7 @@ class Agreement(NamedTuple):
     finite: bool
     """Whether every gradient is finite, on every rank."""
     summed: float
-    """`LossCount.summed`, on average over ranks: gradients are averaged in the same way."""
+    """`LossCount.summed` of the loss that the gradients are of: the mean over ranks, or the sum if they are added."""
     sampled: Collection[KFACBlock]
     """Blocks that took statistics on some rank."""
     graded: Collection[KFACBlock]

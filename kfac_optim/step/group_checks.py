@@ -15,6 +15,10 @@ from kfac_optim.utils.validation import check_kfac_numbers
 def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepSize) -> float | None:
     """Refuse what cannot be stepped, before anything is changed; return the `kl_clip` that all groups agree on."""
     kl_clip = check_groups(groups, step_size)
+    for i, group in enumerate(groups):
+        damps = l2(group) < 0 and step_size.preconditions
+        if damps and any(group is each for block in blocks for each in block.groups):
+            check_l2(group, i)
     for block in blocks:
         for place, param in enumerate(block.params):
             if (grad := param.grad) is not None and grad.layout is not torch.strided:
@@ -30,7 +34,6 @@ def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
     """Refuse numbers of param groups that do not go together; return the `kl_clip` that all groups agree on."""
     for i, group in enumerate(groups):
         check_kfac_numbers(group, f" in param group {i}")
-        check_l2(group, i)
         check_shards(group, i, None if step_size.takes_shards else step_size)
     step_size.check(groups)
     clips = {group["kl_clip"] for group in groups}

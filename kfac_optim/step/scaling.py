@@ -152,7 +152,7 @@ def scale_all(tensors: Iterable[Tensor], factor: Scalar) -> None:
 
 
 def _undivided(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Return distinct tensors; where some are together all of another, as those of a stack, that one in their place."""
+    """Return tensors that do not overlap; in the place of those that are together all of another, that one."""
     parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
     for tensor in tensors:
         if (whole := tensor._base) is None:

@@ -332,6 +332,7 @@ GIVEN: dict[str, tuple[str, OneOfTwo]] = {
     "variance": ("mean", lambda _, c, mean, log: c(mean, TARGET, log.exp().detach())),
     "one variance": ("mean", lambda _, c, mean, __: c(mean, TARGET, 0.25)),
     "a variance for each row": ("mean", lambda _, c, mean, __: c(mean, TARGET, torch.tensor([0.25]))),
+    "a variance that is trained": ("mean", lambda _, c, mean, __: c(mean, TARGET, nn.Parameter(torch.tensor([0.25])))),
     "mean": ("log", lambda _, c, mean, log: c(mean.detach(), TARGET, log.exp())),
     "mean that is observed": ("log", lambda o, _, mean, log: observed_loss(o, mean.detach(), (log / 2).exp())),
 }

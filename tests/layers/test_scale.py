@@ -95,6 +95,16 @@ def test_an_rms_norm_of_somebody_trains_as_torchs_own() -> None:
     assert_same(model.weight, twin.weight)
 
 
+def test_one_example_to_which_no_gradient_comes_gives_no_sample() -> None:
+    """The output of the branch is multiplied by zero, as where its last weight begins at zero."""
+    model = nn.Sequential(Rms(6), nn.Linear(6, 2, bias=False))
+    nn.init.zeros_(model[1].weight)
+    optimizer = KFACOptimizer(model, lr=0.1)
+    any_loss(model(torch.randn(1, 3, 6))).backward()
+    optimizer.step()
+    assert "0" not in optimizer.factors()
+
+
 class Squared(Gamma):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma.square()

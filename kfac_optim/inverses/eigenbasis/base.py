@@ -108,9 +108,9 @@ def divisor(values: Tensor, solved: Tensor, damping: float) -> Tensor:
     Where `values` are zero, gradients are rounding noise, which a smaller divisor would make longer than all else; the
     trust region would not see it, as that noise adds nothing to `Dᵀ∇`. A group that is not `solved` `[groups]` has 1.
     """
-    unit = torch.finfo(values.dtype).eps * values.amax((1, 2), keepdim=True)
-    # Not by clamp(min=λ), which refuses a λ that the dtype does not hold.
-    least = (unit - damping).clamp(min=0) + damping
+    info = torch.finfo(values.dtype)
+    unit = info.eps * values.amax((1, 2), keepdim=True).clamp(max=info.max)  # one value may have overflowed
+    least = unit.clamp(min=min(damping, info.max))  # which refuses a λ that the dtype does not hold
     return torch.where(solved[:, None, None], values + least, 1.0)
 
 
