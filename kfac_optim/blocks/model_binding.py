@@ -410,7 +410,8 @@ class ModelBinding:
     def _follow_modules(self) -> None:
         """Build anew where modules have given their parameters to others, or hold others, as where weights were tied.
 
-        The first is so where BatchNorm becomes SyncBatchNorm. A block that nothing has come in the place of stays.
+        The first is so where BatchNorm becomes SyncBatchNorm. A block that nothing has come in the place of stays, and
+        so do those of a module of which a parameter was parametrized or pruned.
         """
         if self.model is None or self.released:
             return
@@ -419,6 +420,7 @@ class ModelBinding:
             (param, use.module)
             for block in self.coverage.blocks
             for use in block.uses
+            if not use.is_refused()
             for param in block.params
             if not (use.module in modules and self._is_held(param, use.module))
         ]
