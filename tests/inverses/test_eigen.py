@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
-from kfac_optim.inverses.eigenbasis.base import EigenState
+from kfac_optim.inverses.eigenbasis.base import EigenState, divisor
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -423,3 +423,8 @@ def test_only_dense_factors_cost_a_decomposition_and_rotations() -> None:
 def test_it_is_named_in_the_summary() -> None:
     assert repr(Eigen()) == "Eigen()"
     assert KFACOptimizer(mlp(), inverse=Eigen()).summary().blocks[0].inverse == "Eigen()"
+
+
+def test_a_value_that_has_overflowed_leaves_the_others_of_its_group_as_they_are() -> None:
+    values = torch.tensor([[[2.0, float("inf")]], [[3.0, 4.0]]])
+    assert torch.equal(divisor(values, torch.tensor([True, True]), 0.1), values + 0.1)

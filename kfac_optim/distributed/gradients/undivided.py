@@ -32,7 +32,7 @@ class DivisionCheck:
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
 
     def follow(self, params: Iterable[nn.Parameter]) -> None:
-        """Listen to what backward brings to those of these that are trained, from now on."""
+        """Listen, from now on, to what backward brings to the parameters that are trained."""
         for param in params if self._left else ():
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = on_gradient_first(param, weakly(self._add, weakref.ref(param)))

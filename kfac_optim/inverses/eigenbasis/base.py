@@ -106,10 +106,11 @@ def divisor(values: Tensor, solved: Tensor, damping: float) -> Tensor:
     """Return `values` `[groups, rows, columns]` with λ added, or one rounding unit of the largest if λ is below that.
 
     Where `values` are zero, gradients are rounding noise, which a smaller divisor would make longer than all else; the
-    trust region would not see it, as that noise adds nothing to `Dᵀ∇`. A group that is not `solved` `[groups]` has 1.
+    trust region would not see it, as that noise adds nothing to `Δᵀ∇`. A group with a value that has overflowed has λ
+    alone, and one that is not `solved` `[groups]` has 1.
     """
     info = torch.finfo(values.dtype)
-    unit = info.eps * values.amax((1, 2), keepdim=True).clamp(max=info.max)  # one value may have overflowed
+    unit = (info.eps * values.amax((1, 2), keepdim=True)).nan_to_num(nan=0.0, posinf=0.0)
     least = unit.clamp(min=min(damping, info.max))  # which refuses a λ that the dtype does not hold
     return torch.where(solved[:, None, None], values + least, 1.0)
 
