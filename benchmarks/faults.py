@@ -223,12 +223,12 @@ def _lines(folder: Path) -> list[dict[str, float]]:
 
 
 def _starts(lines: list[dict[str, float]]) -> list[float]:
-    """Of the training, each at some step."""
+    """Return the steps at which the training was started."""
     return [line["start"] for line in lines if "start" in line]
 
 
 def _losses(folder: Path) -> list[tuple[int, float]]:
-    """Of each step, as often as it was taken."""
+    """Return step and loss for each time that a step was taken."""
     return [(int(line["step"]), line["loss"]) for line in _lines(folder) if "step" in line]
 
 

@@ -74,7 +74,7 @@ def target_of(setter: str, runs: Sequence[Run], aim: Aim, floor: float) -> Targe
 
 
 def best_target(runs: Mapping[str, Sequence[Run]], baselines: Iterable[str], aim: Aim, floor: float) -> Target:
-    """Set by the baseline that gets lowest; of several that get to the floor, by the one that needs fewest seconds."""
+    """Return the target of the baseline that gets lowest; of several at the floor, of the one with fewest seconds."""
 
     def rank(target: Target) -> tuple[float, float]:
         return target.value, Arrival.of(runs[target.setter], aim, target).seconds.median

@@ -116,7 +116,7 @@ class Metrics(dict[str, float]):
 
     @classmethod
     def later(cls, numbers: Sequence[tuple[str, Scalar]]) -> "Metrics":
-        """Return numbers by name: of several of one name the largest condition or cutoff, or the sum of counts."""
+        """Return numbers by name; several of one name give the maximum (conditions, cutoffs) or the sum (others)."""
         names = [name for name, _ in numbers]
         values = _snapshot([value for _, value in numbers])
         made = cls(dict.fromkeys((_DERIVED.get(name, name) for name in names), _UNREAD))

@@ -466,16 +466,20 @@ class KFACOptimizer(JoinableOptimizer):
 
         Gradients of a mean carry a factor `1/M` each, so `G = M Σ g gᵀ`. `M` is read off the model's forward by the
         rule `loss_terms`; state it where that rule is wrong: masks and `ignore_index` (the number of targets that
-        count), several forwards in one loss term, layers called outside the model's own forward (by which it is guessed
-        otherwise, with a warning). It holds until the next `step()`; with accumulated gradients state it for each
-        backward, the numbers add up. What was stated for a backward that was left out is replaced by what is stated
-        after the next `zero_grad()`.
+        count), several forwards in one loss term, layers called outside the model's own forward (otherwise `M` is
+        guessed from what these layers are handed, with a warning). The number holds until the next `step()`. With
+        accumulated gradients state it for each backward: the numbers add up. If a backward is left out, what is stated
+        after the next `zero_grad()` replaces the number that was stated for it.
 
         Where the mean is weighted, as by the class weights of `nn.CrossEntropyLoss`, state the effective number
         `(Σ w)² / Σ w²` of the terms' weights.
 
         Args:
-            terms: above 0; a number, or a tensor `[]`, whose value is then not waited for.
+            terms: above 0; a number, or a tensor of one element, whose value is then not waited for.
+
+        Raises:
+            TypeError: `terms` is no real number.
+            ValueError: it is not above 0, or a tensor of several elements; or the loss is a sum, which has no `M`.
         """
         check_terms(terms)
         if self._window.tally.is_sum:
@@ -488,10 +492,11 @@ class KFACOptimizer(JoinableOptimizer):
     def observe(self, residual: Tensor | Distribution, weight: float = 1.0) -> None:
         """State what the loss reads, before `backward()`, where no criterion object computes that part of the loss.
 
-        The loss holds `weight` times the mean of the terms' negative log-likelihoods: of squares `residual²` for a
-        tensor, and of a distribution's for `torch.distributions` (`Categorical`, `Bernoulli`, `Normal`), such as a
-        policy, whose Fisher matrix does not depend on what multiplies the log-probabilities. Each element of the
-        tensor, or of `log_prob`, is a term: where your loss sums those of an example, `weight` is how many it has.
+        The loss holds `weight` times a mean over terms. Of a tensor the terms are the squares `residual²`. Of a
+        distribution of `torch.distributions` (`Categorical`, `Bernoulli`, `Normal`), such as a policy, they are the
+        negative log-likelihoods, whatever your loss multiplies them by (advantages): their Fisher matrix does not
+        depend on that. Each element of the tensor, or of `log_prob`, is a term: where your loss sums those of an
+        example, `weight` is how many it has.
 
         Several calls are several parts of the loss, as are calls of the criterion that `estimate` names. What the
         criterion itself reads need not be stated. Compute the loss from the very tensor that is observed, as backward
@@ -553,8 +558,10 @@ class KFACOptimizer(JoinableOptimizer):
         as well.
 
         Raises:
-            RuntimeError: the norm is not finite, and `error_if_nonfinite`; or, under `Sharded`, a backward has come
-                after another call for this step, which the step itself refuses as well.
+            TypeError: `max_norm` or `norm_type` is no number.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`; or, under `Sharded`, a backward has followed
+                an earlier call for the same step (`step()` refuses that too).
+            NotImplementedError: under `Sharded`, it is called within `Join`.
         """
         max_norm, norm_type = as_float("max_norm", max_norm), as_float("norm_type", norm_type)
         trained = self._trained()
@@ -670,12 +677,12 @@ class KFACOptimizer(JoinableOptimizer):
             if rank == 0:
                 torch.save(optimizer.state_dict(), "optimizer.pt")
 
-        Momentum that belongs to shards, of FSDP2 or tensor parallelism, stays with them: there all ranks call
-        `get_optimizer_state_dict` of torch with `full_state_dict=True` behind it, in the place of `state_dict()`.
+        Momentum that belongs to shards, of FSDP2 or tensor parallelism, stays with them: there all ranks then call
+        torch's `get_optimizer_state_dict` with `full_state_dict=True`, in the place of `state_dict()`.
 
         The file loads on any number of processes, by any strategy. On as many ranks, by the same strategy, training
-        goes on bit for bit as that which wrote it (but for the first step of DDP on more than two ranks, which may sum
-        gradients in another order); else up to rounding.
+        goes on bit for bit like the run that wrote the file (but for the first step of DDP on more than two ranks,
+        which may sum gradients in another order); otherwise it does so up to rounding.
 
         With `torch.distributed.checkpoint` every rank writes what it owns, and reads what it will own:
 

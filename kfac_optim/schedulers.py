@@ -46,12 +46,12 @@ class HyperparameterScheduler:
 
     The semantics are those of `torch.optim.lr_scheduler.LambdaLR`: call `step()` once per epoch (or batch); the
     value is always computed from the base value, never from the last one; `state_dict()` resumes it. A period is
-    rounded and never falls below 1. Of a number that must be above 0, such as `damping`, 0 becomes 2.2e-308, as a decay
-    comes there in the end.
+    rounded and never falls below 1. Where a number must be above 0, such as `damping`, the value 0, in which a long
+    decay ends, becomes 2.2e-308.
 
-    Groups that are added later keep their own values. `kl_clip` is one for the whole model: groups that are added with
-    the present one take that of the first group from the next `step()` of the scheduler on, and its base value in a
-    scheduler that is built anew.
+    Groups that are added later keep their own values, except for `kl_clip`, which must be the same in all groups: add a
+    group with the present `kl_clip`, and it takes the first group's value from the next `step()` of the scheduler on. A
+    scheduler that is built anew takes the first group's base value for it.
 
     Args:
         optimizer: whose groups have the number.

@@ -27,7 +27,7 @@ from kfac_optim.utils.precision import at_least_float32
 from kfac_optim.utils.sharded_params import Shards
 
 SILENT_STEPS = 3
-"""The steps after which a layer without statistics is waited for no longer, but by period."""
+"""The number of steps in which a layer without an inverse is looked at in any case; then the period decides."""
 
 
 # Periods through which a layer that missed its turn is looked at in each step.
@@ -96,11 +96,11 @@ class KFACBlock:
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         waiting: rows of this step whose moments are computed with those of other blocks, by `folding.sum_rows`.
-        under_way: the refresh that is under way, if any; a new state has none. To set it to None forgets that.
+        under_way: the refresh that is under way, if any; a new state has none. Setting it to None drops the refresh.
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which the captured calls did not account for the gradient, on any process.
-        silent: how many steps have passed, since the loss last used the layer, in which statistics were wanted out of
-            turn and none came.
+        silent: the number of steps, since the loss last used the layer, in which statistics were wanted outside the
+            period and did not come.
         began: the step at which it was built.
         waits_for_period: whether the first statistics too come by period, as those of all other blocks.
         follows_uses: whether derivatives of the products with the weight are noted as well.

@@ -75,10 +75,10 @@ def dump(
 
 
 def set_apart(states: MutableMapping[Any, Any]) -> None:
-    """Copy the tensors of layers that were never measured in the state of parameters that a checkpoint holds.
+    """Copy, in the states that a checkpoint holds, the tensors of layers that were never measured.
 
-    Others are those of the run, as with torch's optimizers. But a loop goes back to the state of before the first step,
-    in which torch's have no tensors, and the clock of that state would not fit the averages of a later one.
+    All other tensors are shared with the run, as with torch's optimizers. But a loop may go back to a state from before
+    the first step, which has no tensors in torch's optimizers: here its clock would not fit averages of later steps.
     """
     for number, of_param in states.items():
         state = of_param.get(KEY, {}) if isinstance(of_param, dict) else {}  # users keep notes of their own there

@@ -83,10 +83,10 @@ _CLOCK_LATER = {"gradient_scale": _number(zero=False), "missed": _FLAG, "graded"
 
 
 def check_forms(states: Mapping[str, object]) -> None:
-    """Raise ValueError unless all that is no tensor of an inverse is what it should be.
+    """Raise ValueError unless every field has the right form; the tensors of inverses are not looked at here.
 
     Args:
-        states: what the checkpoint holds for each block, or for what stands where a block should, by what to call it.
+        states: what the checkpoint holds for each block, or in a block's place, by the name that messages give it.
     """
     problems = [problem for at, state in states.items() for problem in _form(state, at)]
     _raise_damaged(problems, "Load another one, or give the fields that are named what they should hold")

@@ -163,8 +163,8 @@ def check_together(completed: Sequence[Group], present: Sequence[Group], check: 
 def by_number(states: Mapping[Any, Any], ids: Sequence[Hashable]) -> dict[Any, Any]:
     """Give the states by the numbers in `ids`, of which JSON makes strings.
 
-    Torch's `dcp.load` makes strings of them too, for all that is no tensor, and adds it to the dict it was given: what
-    stands there under a string is the checkpoint's, and tensors that stand under the number alone.
+    Torch's `dcp.load` makes strings of the numbers too, for everything but tensors, and adds that to the dict it was
+    given. So what stands under a string comes from the checkpoint; under the number itself only tensors do.
 
     Raises:
         ValueError: a state is of no parameter that the param groups list.
@@ -252,7 +252,9 @@ def _check_tensor(buffer: object, param: nn.Parameter, at: str, rule: value_chec
     if theirs.layout is torch.sparse_coo and not covered:  # of sparse gradients
         theirs = theirs.coalesce().values()
     if mine.shape != theirs.shape and isinstance(buffer, DTensor):
-        raise _refusal(f"{at} sharded otherwise: {list(theirs.shape)} of it are here, and {list(mine.shape)}")
+        raise _refusal(
+            f"{at} sharded otherwise: this rank has {list(theirs.shape)} of it, but {list(mine.shape)} of the parameter"
+        )
     if (wrong := tensor_problem(theirs, mine, rule, virtual=mine.is_meta)) is not None:
         raise _refusal(f"{at} {wrong}")
 

@@ -22,9 +22,9 @@ class Incoming:
     Attributes:
         states: what it holds for blocks.
         marks: of the layers that were left to SGD.
-        warm: whether it is of SGD, and blocks begin from zero.
-        unread: parameters of which it has momentum of ours alone, perhaps for want of a place while their layers were
-            not known.
+        warm: whether it is a checkpoint of SGD, so that blocks begin from zero.
+        unread: parameters of which it has only the momentum, as saved by this package: perhaps their statistics had no
+            place to be read into, because their layers were not known yet.
         averages: what it holds of the averages of parameters, which torch would cast to their dtype.
         missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """

@@ -1,11 +1,12 @@
 """Following weights through derivatives of the model with respect to its inputs.
 
 Hooks see the forward of a layer, and all that an ordinary loss needs. Where a loss holds derivatives of the model, they
-miss the products with the weight in backward passes that are differentiated themselves, and in `torch.func`. So once
-that may be, products are computed by the functions of `capture.weight_uses` on statistics steps, for good: after a
-forward within a transform of `torch.func`, or with an input that is a leaf and requires its gradient, for all layers;
-and for a layer whose captured calls did not account for its gradient (`capture.gradient_check`). Statistics stay what
-they are, until a derivative of a product is itself seen to be used; then all uses of the weight make them together.
+miss the products with the weight in backward passes that are differentiated themselves, and in `torch.func`. So from
+the first sign of such a loss, products on statistics steps are computed by the functions of `capture.weight_uses`. A
+sign for all layers is a forward within a transform of `torch.func`, or an input that is a leaf and requires its
+gradient; for one layer, captured calls that did not account for its gradient (`capture.gradient_check`). Statistics
+stay what they are until a derivative of a product is itself seen to be used; then all uses of the weight make them
+together.
 """
 
 import weakref

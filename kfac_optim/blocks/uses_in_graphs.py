@@ -1,7 +1,7 @@
 """What compiled graphs ask of the uses of weights by functions, while they are traced.
 
 `torch.compile` calls these functions at once when it comes to them, and takes what they return for a constant of the
-graph. They are handed numbers, as a constant's function must be; of which graphs may outlive the object.
+graph. Such functions must be handed numbers, and a graph may outlive the object that a number stands for.
 """
 
 import itertools
@@ -49,9 +49,9 @@ class GraphUses(ABC):
     def _index(self, param: Tensor | None) -> int:  # pragma: traced
         """Give the number by which graphs know a parameter, -1 where they do not.
 
-        Asked by its `id`, the graph that is being traced is for this very parameter: those of equal blocks that are
-        compiled one by one have graphs of their own. To search here would have the graph read the parameters that the
-        search comes by, wherever it needs them, from our list, and so those of one block for all (torch 2.13).
+        It is looked up by its `id`, so that the graph being traced is for this very parameter, and each of several
+        equal blocks that are compiled one by one has a graph of its own. If the search itself were traced, the graph
+        would take the parameters that it passes from our list: one block's parameters for all blocks (torch 2.13).
         """
         return -1 if param is None else index_in_graph(self.number, id(param))
 

@@ -22,7 +22,7 @@ class CriterionCalls:
         self.end()
 
     def end(self) -> None:
-        """Forget the calls at the next one: until then, the backward of those that there are may still come."""
+        """Have the next call forget those before it: until then, their backward may still come."""
         self._are_over = True
 
     def begin(self) -> None:

@@ -275,8 +275,8 @@ class _Around:
 def run_in(window: CaptureWindow, module: nn.Module, mode: TorchFunctionMode, wanted: Callable[[], bool]) -> Handle:
     """Run forwards of `module` that build a graph in `mode`, where `wanted()` says so and it is not on already.
 
-    Forwards that are being traced are not asked for: they run in it where their graph is to capture; unless it is the
-    window's own, which the forward of the model runs in.
+    `wanted` is not asked for forwards that are being traced: they run in `mode` if their graph is to capture, unless
+    it is the window's own mode, in which the model's forward runs already.
     """
     around = _Around(window, mode, wanted)
     return window.hook(module, after=around.after, before=around.before)

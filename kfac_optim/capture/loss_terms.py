@@ -29,11 +29,11 @@ class LossCount(NamedTuple):
     by_criterion: bool = False
     """Whether the output gradients behind the statistics are scaled as the criterion was seen to scale its terms."""
     mixed: bool = False
-    """Whether there are such gradients, and others of a forward whose output no criterion read."""
+    """Whether some gradients are scaled so, and others come from a forward whose output no criterion read."""
     repeated: bool = False
-    """Whether a call of the criterion is weighed as its first backward had it, and another came, of other weight."""
+    """Whether a call of the criterion had a second backward, though it is weighed as its first one had it."""
     missed: bool = False
-    """Whether something was observed that no backward came to, though one came to the forward behind it."""
+    """Whether no backward came to something observed, though one came to the forward that it was computed from."""
 
 
 @dataclass(slots=True, eq=False)

@@ -19,13 +19,13 @@ from kfac_optim.utils.autograd import on_accumulated
 from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.sharded_params import is_sharded
 
-# Elements that a gradient needs for a common factor of theirs to be no chance, and as many as are looked at.
+# The fewest elements whose common factor cannot be chance, and the most that are looked at.
 _ENOUGH, _MOST = 8, 4096
 
 # Relative error of one multiplication, in units of the dtype's, and a little room.
 _ROUNDINGS = 4
 
-# Clipping to less than that of a gradient is less likely than a loss scale that nobody has named.
+# Clipping by a factor below this is less likely than a loss scale that the optimizer was not told of.
 _SMALL = 2.0**-10
 
 

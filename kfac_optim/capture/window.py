@@ -40,7 +40,7 @@ class CaptureWindow(Ledger):
         modes: the modes that forwards under way run in.
         capturing: whether graphs are to capture; they are traced once with it and once without.
         hooked_layers: a text that changes as layers get hooks or lose them: a graph that captures is then traced anew.
-        idle: is on while a forward of the model runs of which nobody wants to hear anything from its layers.
+        idle: is on while a forward of the model runs whose layers have nothing to tell.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
         probe: keeps two gradients, to find what they were multiplied by before the step.
         left_out: how many steps did not come because a scaler has found an overflow.
@@ -53,9 +53,9 @@ class CaptureWindow(Ledger):
             the loss.
         terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
-        signs: returns the values of `maximize` that the layers' param groups have now; where they all ascend, the loss
-            which is minimised is the negative of that of the backward; where some do, a term counts by its size.
-        source: the number of the process whose examples this one sees, for the same use.
+        signs: returns the values of `maximize` that the layers' param groups have now. If all are True, the loss that
+            is minimised is the negative of the backward's; if they differ, a term counts by its absolute value.
+        source: the number of the process whose examples this one sees, also for those that draw random numbers.
         graphs: what compiled graphs tell.
         outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.
     """

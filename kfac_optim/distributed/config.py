@@ -31,7 +31,7 @@ class DistributedConfig:
             parallelism alone cuts the model, over some of the ranks.
         pipeline: the ranks that hold the other stages of the same model, as `torch.distributed.pipelining` runs them,
             each with an optimizer for its stage: one trust region then bounds the steps of all. Name in `group` the
-            ranks that train the same stage on other examples, if it is this rank alone: both are groups of a
+            ranks that train the same stage on other examples, even if it is this rank alone: both are groups of a
             `DeviceMesh`, as `init_device_mesh("cuda", (replicas, stages), mesh_dim_names=("data", "stages"))` has them.
         experts: the layers of a mixture of experts that each rank has of its own, `Experts(["*.experts"])`, while
             `strategy` is how the ranks share the others; None is none. One trust region bounds the steps of all.

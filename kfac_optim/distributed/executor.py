@@ -253,8 +253,8 @@ class DistributedExecutor(Executor):
     def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
         """Tell what loss the statistics are of: the one whose mean over ranks is minimised, whatever FSDP2 divides by.
 
-        That of a mean is a mean over as many terms, as where ranks add shares of a mean over all of their examples. The
-        terms of a sum weigh as much as those of a mean over less than one term.
+        If a rank's own loss is a mean, that loss is a mean over as many terms: ranks may add shares of a mean over all
+        examples. If it is a sum, its terms weigh as in a mean over `share_of_mean` terms, a number that may be below 1.
         """
         if self._optimizer.sums_loss:
             count = count._replace(averaged=self._share_of_mean)

@@ -47,7 +47,7 @@ class JoinableOptimizer(Optimizer):
         return JoinHook() if joining is None else joining.hook(lambda: params_of(self.param_groups), self._shadow_step)
 
     def _shadow_step(self) -> None:
-        # Micro-batches of a step that this rank has begun and will not end have their gradients in none.
+        # If this rank has begun a step that it will not end, the gradients of its micro-batches belong to no step.
         self._window.mark_stale()
         self.step()
 

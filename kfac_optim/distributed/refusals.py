@@ -135,8 +135,8 @@ def refuse_expert_layout(
     averaged = [name for param, name in experts.items() if param in reduced]
     if averaged:
         raise RuntimeError(
-            f"kfac_optim: DistributedDataParallel averages the experts {listed(averaged)}, which are others on each "
-            "rank, and has given all ranks those of the first as it was made. Have it ignore them, before it is made: "
+            f"kfac_optim: DistributedDataParallel averages the experts {listed(averaged)}, which differ from rank "
+            "to rank, and gave all ranks the first rank's when it was made. Have it ignore them, before it is made: "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name for name, _ in "
             "model.named_parameters() if ...]), and keep them in a module of their own, for it does not ignore "
             "parameters of the model itself."

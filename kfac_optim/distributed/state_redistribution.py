@@ -104,7 +104,7 @@ class Holdings:
         )
 
     def recover(self, blocks: Sequence[KFACBlock], lost: Mapping[KFACBlock, Missing]) -> list[str]:
-        """Bring, after a checkpoint was loaded, what some rank has to owners that lack it; what none has starts new.
+        """Bring what any rank has loaded to the owners that lack it; what no rank has begins anew.
 
         Args:
             blocks: all of them.
@@ -146,7 +146,7 @@ class Holdings:
                 continue
             if source < ranks:
                 block.clock = lost[block].clock
-                # What was taken when nothing was known here may be too much, or measured by results that were missing.
+                # Statistics taken while nothing was known here may not be due, or lacked the results they are taken in.
                 measuring = any(part.measuring for part in block.inverse.parts(block.spec.by_blocks()))
                 if measuring or not block.wants_statistics():
                     block.discard()

@@ -126,11 +126,10 @@ class LayerStatistics(ABC):
 
     @property
     def trace(self) -> Tensor | None:
-        """Return by what the input moment of a row was divided, where that depends on the rows of the step.
+        """Return what the input moment of a row was divided by, if that depends on the rows of the step.
 
-        One number `[]`, or one for each group.
-
-        Ranks that see other rows tell each other. None of a plain sum.
+        It is one number `[]`, or one for each group, and None for a plain sum. Ranks, which see different rows, tell it
+        to each other.
         """
         return None
 

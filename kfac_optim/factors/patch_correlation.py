@@ -86,8 +86,8 @@ def correlation_pays(patches: Patches) -> bool:
 def can_correlate(patches: Patches) -> bool:
     """Return whether `correlated_gram` can be used for these patches.
 
-    There is none where a dilated kernel stands on many phases of a stride, and none where there are too few positions
-    for a dilated kernel to see what lies between its elements, which may then hold anything.
+    It cannot be used where a dilated kernel stands on many phases of a stride, nor where a dilated kernel has too few
+    positions to see all that lies between its elements: what no patch sees may hold anything.
     """
     axes = zip(patches.kernel, patches.stride, patches.dilation, patches.positions, strict=True)
     return all(
@@ -271,8 +271,8 @@ def _subtract_borders(blocks: Tensor, patches: Patches, axis: int) -> None:
 def _columns(patches: Patches, axis: int, places: Sequence[int]) -> dict[int, Tensor]:
     """Return patches over the other dimensions, of the features at each of `places` along `axis`.
 
-    Each `[groups, width, n]`: as columns, for what follows one another in the features then does so in what is copied;
-    by `(*kernel, channel)`.
+    Each is `[groups, width, n]`, its width ordered `(*kernel, channel)`. Patches are columns so that neighbours in the
+    features are neighbours in the copy.
     """
     if not places:
         return {}

@@ -1,7 +1,7 @@
 """Rows of small calls wait, until the step at the latest, for layers of equal shape to take their moments in one batch.
 
-To launch the products of a small layer takes several times as long as to compute them: on a host of one whose factors
-have some thousand elements, on an accelerator of nearly all.
+To launch the products of a small layer takes several times as long as to compute them. On a host a layer is small if
+its factors have some thousand elements; on an accelerator nearly all layers are.
 """
 
 from collections import defaultdict

@@ -102,8 +102,9 @@ class CriterionTerms:
             warn(
                 "kfac_optim: the criterion that estimate names was called with a target that depends on what is "
                 "trained. Its term of the loss is left out of the curvature; or, where the model's own output is "
-                "compared, it counts as if the target were given. Detach the target; or, of squares, call it with the "
-                "difference, criterion(one - other, torch.zeros_like(one)); or name the output first."
+                "compared, it counts as if the target were given. Detach the target; or pass the output first and the "
+                "target second; or, for squares, call it on the difference, "
+                "criterion(one - other, torch.zeros_like(one))."
             )
 
     def changes(self, calls: Sequence[object | None], evaluate: Callable[[], object]) -> dict[tuple[int, int], Tensor]:

@@ -288,8 +288,8 @@ class MonteCarlo(NamedLoss):
 class CurvaturePropagation(NamedLoss):
     """Takes `B v`, `B Bᵀ` the loss's Hessian, `v` random signs: the generalised Gauss-Newton matrix, in expectation.
 
-    One pass, as `MonteCarlo`. Use it in its place where the predictions are nearly certain: its variance is then the
-    smaller (Martens, Sutskever & Swersky 2012).
+    It takes one pass, as `MonteCarlo` does. Use it instead of `MonteCarlo` where the predictions are nearly certain:
+    `CurvaturePropagation` then has the smaller variance (Martens, Sutskever & Swersky 2012).
     """
 
     def vectors(self, likelihood: Likelihood, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:

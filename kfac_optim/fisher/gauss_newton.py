@@ -172,7 +172,7 @@ class ForwardRecorder:
         self._begun: KeptForward | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Note that a forward of the model begins; None are keyword arguments that are not known before it ends."""
+        """Note that a forward of the model begins; `kwargs` is None where they are not known before it ends."""
         self._begun = None
         if torch.is_grad_enabled():
             self._begun = KeptForward(model, args, kwargs, random_state(model.parameters()), self._outputs_of)
@@ -309,8 +309,8 @@ def gauss_newton(
 def _reading(likelihood: Likelihood, outputs: Outputs) -> tuple[Any, ...]:
     """Return what is the same wherever a loss reads the same of some outputs, in whatever order and shape.
 
-    Who reads a part of them has another number: which terms are used is seen at the outputs as a whole, where what
-    others read counts as well.
+    For a loss that reads only a part of them it differs: the forward's own gradients tell which terms are used, and
+    these hold what others read of the same outputs as well.
     """
     return type(likelihood), likelihood.terms(outputs), *(output.numel() for output in outputs)
 

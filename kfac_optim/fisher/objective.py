@@ -41,10 +41,9 @@ class Objective:
         """
         if self._recorder.read and not before_step:
             raise RuntimeError(
-                "kfac_optim: LevenbergMarquardt is asked to judge a step of a loss whose criterion reads something "
-                "else than the whole output of a model that was called with data, and only a step size that knows the "
-                "curvature there can tell what was to be expected of the step. Pass step_size=QuadraticModel() as "
-                f"well. {OF_COMPILED}"
+                "kfac_optim: LevenbergMarquardt cannot predict what this step does to the loss: the criterion reads "
+                "something else than the whole output of a model that was called with data, and only QuadraticModel "
+                f"takes the curvature there. Pass step_size=QuadraticModel() as well. {OF_COMPILED}"
             )
         if not self.is_hooked:
             self._names(params)

@@ -21,9 +21,9 @@ from kfac_optim.utils.random_state import normal_like
 _TOLERANCE = 1e-3
 
 OF_COMPILED = (
-    "Of a compiled model whose output the criterion reads, give the optimizer what torch.compile(model) returns, or "
-    "compile by model.compile(): its forward cannot be seen from outside where its call, hooks and all, is traced into "
-    "a graph, as that of an nn.Sequential is, or of a model in a compiled function."
+    "If the criterion reads the output of a compiled model, give the optimizer what torch.compile(model) returns, or "
+    "compile by model.compile(): a forward cannot be seen where the whole call of the model, hooks included, is traced "
+    "into a graph, as with an nn.Sequential, or with a model that is called in a compiled function."
 )
 """Says what to do where the model may have been called in a graph, for messages."""
 

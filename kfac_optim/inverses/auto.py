@@ -28,7 +28,7 @@ class AutoInverse(InverseRule):
 
     `summary()` shows what came of it. `inverse=Cholesky()` keeps all factors whole.
 
-    Why these rules. From a width of 256 on, the 64 columns of a sketch are a quarter of the numbers and of the
+    Why these rules. From a width of 256 on, the 64 columns of a sketch are at most half of the numbers and of the
     operations of statistics, and the rest is cheaper still (`benchmarks/README.md` says what a step costs). Directions
     of steps hardly differ where eigenvalues fall as those of trained networks do (figures at `LowRank`); where they do
     not, as of inputs that are white noise, name `Cholesky()`. In place of three factors the wide layer would have a

@@ -109,9 +109,9 @@ class SampleSpace(Inverse[SampleState]):
     QR. Above `dense_limit` both of residuals and of parameters it is solved by conjugate gradients, preconditioned by
     Kronecker factors of the same examples.
 
-    A part of the gradient that comes from no residual, such as that of a penalty in the loss, is divided by `λ`. It is
-    told from rounding where it is larger: under autocast, or in TensorFloat-32, a penalty whose gradient is smaller
-    than that of the loss may be left out. For weight decay pass `l2_in_curvature=True`, which never is.
+    A part of the gradient that comes from no residual, such as that of a penalty in the loss, is divided by `λ`. A part
+    that is no larger than rounding errors is left out: under autocast, or in TensorFloat-32, that may be a penalty
+    whose gradient is smaller than the loss's. Weight decay by `l2_in_curvature=True` is never left out.
 
     Attributes:
         momentum: `μ`, in [0, 0.999].
@@ -258,9 +258,9 @@ class SampleSpace(Inverse[SampleState]):
         moved = [v.to(state.direction.dtype) / state.unit for state, v in zip(states, velocities, strict=True)]
         if not change.keys() >= set(system.rows[0].keys):
             raise RuntimeError(
-                "kfac_optim: the rows of this step are not those of the closure alone: gradients of a backward before "
-                "it were zeroed in a way that leaves its rows. Call optimizer.zero_grad() in the closure, which drops "
-                "both."
+                "kfac_optim: the rows of this step are not those of the closure alone: an earlier backward has left "
+                "rows, though its gradients were zeroed. Call optimizer.zero_grad() in the closure, which drops the "
+                "gradients and the rows."
             )
         parts = [change[key].to(moved[0].dtype) * states[0].scale for key in system.rows[0].keys]
         known = torch.cat([part - part.mean() for part in parts] if self.centred else parts)

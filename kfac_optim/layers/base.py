@@ -80,8 +80,8 @@ def watch_of(
 class LayerAdapter(ABC, Generic[M]):
     """Says how one family of modules takes part in K-FAC.
 
-    An own layer needs an adapter passed in `KFACOptimizer(adapters={**DEFAULT_ADAPTERS, MyLayer: MyAdapter()})`;
-    subclasses of a module are found along its method resolution order.
+    Your own layer needs an adapter, passed as `KFACOptimizer(adapters={**DEFAULT_ADAPTERS, MyLayer: MyAdapter()})`. A
+    subclass gets the adapter of the nearest class in its method resolution order.
     """
 
     transposes: bool | None = None
@@ -162,14 +162,14 @@ class WeightBiasAdapter(LayerAdapter[M]):
 
     @abstractmethod
     def unbatched_ndim(self, module: M) -> int:
-        """Return dimensions of an input that has no batch dimension."""
+        """Return how many dimensions an input without a batch dimension has."""
 
     @abstractmethod
     def statistics(self, module: M, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
         """Return the moments of one call."""
 
     def groups(self, module: M) -> int:
-        """Return independent matrices that the weight is made of."""
+        """Return how many independent matrices the weight is made of."""
         return 1
 
     def refusal(self, module: M) -> str | None:

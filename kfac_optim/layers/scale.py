@@ -1,8 +1,8 @@
 """Layers that scale, and perhaps shift, each feature of what they make of their input, whatever class they are of.
 
 They are known by what they do: a forward that gives back the shape of its input, and in which every output is affine in
-the one weight of its feature (and in the one bias), `y_j = s_j(x) w_j + c_j(x) + b_j`. So do the RMSNorms of Hugging
-Face, Gemma's, whose weight is off by one, the norms of timm that normalise channels, and learned scales. `s` takes the
+the one weight of its feature (and in the one bias), `y_j = s_j(x) w_j + c_j(x) + b_j`. Examples are the RMSNorms of
+Hugging Face, Gemma's, whose weight is off by one, timm's norms of channels, and learned scales. `s` takes the
 place of the normalised input: it is the difference of two forwards, with ones and with zeros for the weight. All else
 is as for torch's own norms.
 """

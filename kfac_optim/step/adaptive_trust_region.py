@@ -59,8 +59,8 @@ class AdaptiveTrustRegion(StepSize):
     Momentum that goes uphill is scaled, for good, so that it takes back no more than a quarter of what the new step
     promises.
 
-    Momentum says along what the last step went. Without momentum the direction of the last step is kept in its place,
-    of the layers that are preconditioned: so much memory as momentum takes. `kl_clip` may be edited and scheduled: `m`
+    Momentum tells along which direction the last step went. Without momentum, the last direction of the preconditioned
+    layers is kept in its place, and takes as much memory as momentum would. `kl_clip` may be edited and scheduled: `m`
     goes on from where it is. With `kl_clip=None` nothing is bounded, followed or kept.
     """
 

@@ -27,9 +27,9 @@ class IterateAverage:
 
     After the k-th step `x̄ ← β x̄ + (1 - β) x` with `β = min(1 - (1 + η)/(k + η), decay)`. It is the polynomial-decay
     averaging of Shamir & Zhang (2013, §4), which weighs about the last `k / (1 + η)` iterates, whatever the length of
-    the run; up to `decay`, from where on it is the exponential average of the last `1 / (1 - decay)`. With `eta=0` and
-    `decay=0.99` it is the average of Martens & Grosse (2015, §13). Training goes on from the parameters `x`, as without
-    it. The averages take the memory of the parameters once more, in float32 at least.
+    the run. Once `β` has reached `decay`, it is the exponential average of the last `1 / (1 - decay)` or so. With
+    `eta=0` and `decay=0.99` it is the average of Martens & Grosse (2015, §13). Training goes on from the parameters
+    `x`, as without it. The averages take the memory of the parameters once more, in float32 at least.
 
     Use it where the rate does not decay, or was not tuned: a step's noise then stays in the last parameters, and the
     average is mostly free of it. A run whose rate was tuned and falls to zero gains nothing.

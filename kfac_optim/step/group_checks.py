@@ -81,8 +81,8 @@ def check_shards(group: Group, number: int, whole: object | None) -> None:
 
     Args:
         group: a param group.
-        number: of it.
-        whole: the choice; None is none but those of the param group.
+        number: the number of that param group.
+        whole: the choice that needs whole parameters; None if only `fused` of the param group can need them.
 
     Raises:
         NotImplementedError: there are such parameters.

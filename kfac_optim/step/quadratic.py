@@ -22,8 +22,9 @@ def rounding_of(tensors: Iterable[Tensor]) -> float:
 def minimum(curvature: Tensor, slope: Tensor) -> Tensor:
     """Return the `w` that minimises `slopeᵀw + ½ wᵀ curvature w`, on the device (Martens & Grosse 2015, §7).
 
-    Where the second direction is zero, or the same as the first but for rounding, it gets 0 and the first is minimised
-    along alone; so is one along which the model is not curved, and one whose numbers are not finite.
+    The second weight is 0, and the model is minimised along the first direction alone, where the second direction is
+    zero or, but for rounding, the same as the first, or where the model is not curved along it or its numbers are not
+    finite. Where the model is not curved along the first, or its numbers are not finite, both weights are 0.
 
     Args:
         curvature: symmetric, positive semi-definite but for rounding, `[k, k]`, k 1 or 2.

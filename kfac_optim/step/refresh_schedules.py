@@ -58,14 +58,14 @@ class Staggered(Schedule):
 
 @dataclass(frozen=True)
 class Background:
-    """Refreshes beside the training, in a thread of their own; no step waits for them.
+    """Refreshes beside the training, in a thread of their own; a step waits for them only where it must.
 
     Where blocks are due their factors are copied, and the copies are refreshed while training goes on, on an
     accelerator in a stream of their own. The result takes the old inverse's place between two steps; the running
     averages, and the second moments of `EKFAC`, go on meanwhile. (Ba, Grosse & Martens 2017, §3, refresh
-    asynchronously on other machines.) A block that is due while its refresh is under way is not begun again. Waited
-    for are the first refresh of a block, before which there is nothing to precondition with, and that after a step
-    which `LevenbergMarquardt` has taken back.
+    asynchronously on other machines.) A block that is due while its refresh is under way is not begun again. A step
+    waits for the first refresh of a block, before which there is nothing to precondition with; for the refresh after a
+    step that `LevenbergMarquardt` has taken back; and for one that is not done after `max_staleness` steps.
 
     It is for refreshes that make single steps much longer, where there are cores or accelerator time to spare; it costs
     the memory of a second state for every block, and the time of two copies. `metrics()["inverse_age"]` counts from the

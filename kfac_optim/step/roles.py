@@ -139,7 +139,7 @@ class Gradients:
         return self.direction(made, blocks)
 
     def as_makers_have(self, blocks: Sequence[KFACBlock], numbers: Mapping[KFACBlock, Tensor]) -> Sequence[Tensor]:
-        """Return a number `[]` of each block as those have found it who make the update, on all who update.
+        """Return for each block the number `[]` that the ranks which make its update have found, on all that update it.
 
         Args:
             blocks: as of `whole`.

@@ -41,7 +41,10 @@ def scalar_beside(value: float | Tensor, like: Scalar) -> Scalar:
 
 
 def vector(numbers: Sequence[Scalar | Flag], like: Tensor) -> Tensor:
-    """Return numbers as one tensor `[n]` in the dtype of `like`, 0 where they are not finite; the host has its own."""
+    """Return numbers as one tensor `[n]` in the dtype of `like`, 0 where they are not finite.
+
+    It is on the device of the tensors among them; where they are Python's numbers, on the CPU.
+    """
     tensors = [number.to(like.dtype) for number in numbers if isinstance(number, Tensor)]
     if tensors:
         return torch.stack(tensors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -138,9 +138,9 @@ class Judge:
         own = [group["preconditioner_damping"] for group in groups]
         if not self.damps_steps and groups and None not in own:
             raise ValueError(
-                f"kfac_optim: {self.rule} adapts damping, in whose place the inverses take preconditioner_damping "
-                f"({', '.join(map(repr, own))} in the param groups), so that no step would follow. Set it to None, or "
-                "pass step_size=QuadraticModel(), which uses both."
+                f"kfac_optim: {self.rule} adapts damping, but the inverses take preconditioner_damping in its place "
+                f"({', '.join(map(repr, own))} in the param groups), so that no step would change. Set "
+                "preconditioner_damping to None, or pass step_size=QuadraticModel(), which uses both."
             )
         if closure is None:
             raise RuntimeError(

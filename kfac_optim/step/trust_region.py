@@ -99,7 +99,7 @@ def shortened(share: Scalar, short: Flag) -> Scalar:
     return chosen(short, share + 0.03 * (1 - share), share - 0.03 * share)
 
 
-_PACE = 0.4  # the multiplier grows or shrinks by half in a step at the most
+_PACE = 0.4  # in a step the multiplier grows by half or shrinks by a third at the most
 _RANGE = math.log(1e-3), math.log(1e12)  # pure noise may not shrink a region to nothing, and squares must be finite
 
 

@@ -66,8 +66,8 @@ class UserWarnings:
                 f"has no statistics of {listed(names, 4)}, which begin from zero. torch.distributed.checkpoint.load "
                 "reads what there is a place for, and a new optimizer has none for layers that it does not know yet. "
                 "Pass the model, KFACOptimizer(model, ...), or run one forward with gradients before you call "
-                "get_optimizer_state_dict(model, optimizer) to load. Matrices that functions alone show, as of Hugging "
-                "Face's Conv1D, need the forward."
+                "get_optimizer_state_dict(model, optimizer) to load. Layers that only a function call shows, as "
+                "Hugging Face's Conv1D, need the forward."
             )
 
     def unmeasured(self, reason: str) -> None:
@@ -186,13 +186,13 @@ class UserWarnings:
             warn(
                 f"kfac_optim: {_take(names, 'gradients of which only a part was captured', self._plain.rest)} from now "
                 "on. What backward adds to .grad is not the sum of output gradients times inputs over the forward "
-                "calls that were seen. The rest comes by a use of the weight that is out of sight: in a derivative of "
-                "the model, or in torch.func, by a layer that is no linear layer, convolution or embedding, where the "
-                "weights are an argument of what is differentiated (close over them instead), within what is compiled, "
-                "or behind activation checkpointing or hooks on saved tensors; in a custom autograd.Function; in a "
-                "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
-                "which are no harm); or where a hook changes the gradient of a layer's output. The gradient of a "
-                "penalty may be added to .grad after backward."
+                "calls that were seen. One of these is why. (1) The loss holds a derivative of the model, or "
+                "torch.func is used, and the layer is no linear layer, convolution or embedding, or the weights are an "
+                "argument of what is differentiated (close over them instead), or it is done within what is compiled, "
+                "or behind activation checkpointing or hooks on saved tensors. (2) A custom autograd.Function uses the "
+                "weight. (3) The loss has a penalty on the weights other than their squares, absolute values or "
+                "distance from orthogonality: add its gradient to .grad after backward. (4) A hook changes the "
+                "gradient of the layer's output."
             )
 
     def edited_gradients(self, edited: bool) -> None:

@@ -48,8 +48,8 @@ def laplacian(
         model: a module, or a function, of one tensor; it returns one tensor `[N, *out]`.
         x: inputs of N examples, `[N, d]`.
         weights: `w` of the operator `Σᵢ wᵢ ∂²/∂xᵢ²`, `[d]`; None is 1 for all. In the heat equation with `x = (t, s)`,
-            `[0, 1]` gives `∂²u/∂s²`, and `gradient[..., 0]` is `∂u/∂t`. k rows `[k, d]` give k operators, each for one
-            row more in every layer: `torch.eye(d)` all second derivatives by one coordinate.
+            `[0, 1]` gives `∂²u/∂s²`, and `gradient[..., 0]` is `∂u/∂t`. k rows `[k, d]` give k operators, each at the
+            cost of one more row in every layer: `torch.eye(d)` gives `∂²u/∂xᵢ²` for each coordinate.
 
     Raises:
         TypeError: `x` is no tensor of floating-point numbers, or the model does not return one tensor.

@@ -17,15 +17,15 @@ _MORE_DAMPING = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One setting, trained for a few steps from where the user's model stands.
+    """Holds what came of one setting, trained for a few steps from where the user's model stands.
 
     Attributes:
         lr: of the first param group.
         damping: of the first param group.
         losses: of each batch before its step, in the loss's own unit.
         gains: by how much the losses of the last batches are lower than those of the untrained model on the same
-            batches; empty where the trial ended early, as a loss was not finite or had doubled: it rose above the
-            largest that is known of the untrained model, of the first batch and the last ones, by more than its size.
+            batches. It is empty where the trial ended early, because a loss was not finite or had doubled: it exceeded
+            the largest loss of the untrained model on the first batch and the last ones by more than its size.
     """
 
     lr: float
@@ -70,7 +70,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a search begins with.
+    """Holds what a search begins with.
 
     Attributes:
         lr: of the first param group.
@@ -89,7 +89,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search recommends.
+    """Holds what a search recommends.
 
     Attributes:
         lr: the rate.

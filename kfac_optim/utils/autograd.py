@@ -102,9 +102,10 @@ def pull_back(
 
 
 def allow_another_backward(node: Node) -> None:
-    """Say of a compiled graph that it leaves what it saves, where it was compiled so (`dynamo.keep_what_is_saved`).
+    """Mark a compiled graph as one whose backward does not overwrite what it saved, if it was compiled to be so.
 
-    torch (2.13) does not note that it was, and refuses to keep such a graph, unless its first backward kept it.
+    `dynamo.keep_what_is_saved` has it compiled so. torch (2.13) does not record that, and refuses to retain the graph
+    unless its first backward did.
     """
     metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
     if getattr(metadata, "bw_donated_idxs", ()) is None:

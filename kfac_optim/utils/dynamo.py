@@ -44,10 +44,10 @@ def as_one_node(function: F) -> F:
 def keep_what_is_saved(*, may_run_again: bool) -> int:
     """Have the graph that is being traced save what its backward needs, of which operators of ours are a part.
 
-    Else a budget of memory may have the backward run them again (`activation_memory_budget`). If the backward itself
-    may run again, it also leaves what was saved as it is: else the compiler may have it write there (`donated_buffer`).
-    Settings are read as the graph is compiled, which comes next, and on this thread; they are put back when that has
-    ended, in whatever way.
+    Otherwise a memory budget (`activation_memory_budget`) may make the backward run these operators again. If the
+    backward itself may run again, it must also leave what was saved unchanged: otherwise the compiler may let it write
+    there (`donated_buffer`). Both settings are read when the graph is compiled, which comes next, on this thread; they
+    are put back when compilation ends, with or without an error.
     """
     wanted: dict[str, Any] = {"activation_memory_budget": 1.0, **({"donated_buffer": False} if may_run_again else {})}
     if changed := {name: value for name, value in wanted.items() if getattr(config, name) != value}:

@@ -56,7 +56,7 @@ def check_integer(name: str, value: object, *, at_least: int = 1, scheduled: boo
 
 
 def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
-    """Check what may be edited between steps: of SGD's numbers that they are some; cheap enough for every step."""
+    """Check what may be edited between steps, of SGD's numbers only that they are finite; every step can afford it."""
     for name in ("lr", "momentum", "dampening", "weight_decay"):
         value = group[name]
         if isinstance(value, Tensor) and name in ("lr", "weight_decay"):

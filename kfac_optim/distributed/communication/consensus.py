@@ -26,7 +26,7 @@ class Ballot(NamedTuple):
     """The norm of gradients that should be equal on all ranks, or of what was added to some; None where the rank does
     not compare them. What comes of the vote is the relative difference between those ranks that do."""
     edited: bool
-    """Whether the program has changed gradients in place of which only some ranks have the mean."""
+    """Whether the program has changed, in place, gradients whose mean only some ranks have."""
     terms: tuple[int, int] | None
     """The least and the most that a rank has counted of terms of the loss; None where it has counted none."""
     tensors: int | None

@@ -28,13 +28,13 @@ class OwnersHook:
 
     An all-to-all moves half of what the all-reduce does. Where there is no plan yet, it is that all-reduce.
 
-    [Note: several backwards] Where a step has several backwards that reduce, a bucket holds what the gradients have
-    come to: the mean of the backwards before on the owner, and their local sums on the others. So the owner keeps what
-    makes its mean local again, until the gradient is dropped: until it is gone, or was written to since the step, which
-    can only have made it zeros. That is looked at before a forward, and again when the next gradient comes to be added
-    to it. (Gradients that are views of DDP's buckets are written to together: of those only the first look can tell.)
-    What a backward that reduces nothing adds behind one that does goes nowhere, unless another reduces after it: so
-    each that adds is noted (`ShardedGradients.note_added`).
+    [Note: several backwards] Where several backwards of a step reduce, a bucket holds accumulated gradients: on the
+    owner the mean of the earlier backwards, on other ranks their local sums. So the owner keeps what turns its mean
+    into the local sum again, until the gradient is dropped. It was dropped if it is None, or was written to since the
+    step, which can only have zeroed it. The hook looks before a forward, and again before the next gradient is added.
+    (Gradients that are views of DDP's buckets are all written to together: for them only the first look can tell.)
+    What a backward without reduction adds after one with reduction is averaged by nobody, unless another one reduces
+    later: so every such addition is noted (`ShardedGradients.note_added`).
 
     By segments a bucket takes two messages, see [Note: the second message].
 

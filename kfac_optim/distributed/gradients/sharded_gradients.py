@@ -231,7 +231,7 @@ def refuse_added(difference: float) -> None:
             "and what it has added differs from rank to rank. Under Sharded() gradients are with their owners by then, "
             "and what other ranks add would be lost. Have the last backward before step() outside of no_sync(), or all "
             "of them within it. DistributedDataParallel reduces only the first backward behind a forward of the "
-            "wrapper, and none of model.module(...): add such losses up, for one backward."
+            "wrapper, and none behind a call of model.module(...): add such losses up, and take one backward."
         )
 
 

@@ -73,7 +73,7 @@ def check_sharding(
 
 
 def share_of_mean(blocks: Sequence[KFACBlock], shards: Shards) -> float:
-    """Return what a rank's loss is a multiple of: the one whose mean over ranks has the gradients that FSDP2 leaves.
+    """Return a rank's own loss as a share of the loss whose mean over ranks has the gradients that FSDP2 leaves.
 
     It is 1 where FSDP2 takes the mean of gradients, and one over the number of ranks where it adds them.
 

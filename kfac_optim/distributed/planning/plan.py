@@ -220,7 +220,7 @@ def remedy(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     if "call" in differing:
         return (
             "Each of these is a collective: call it on every rank, at the same place of the program, and "
-            "consolidate_state_dict with the same `to`, which is the rank that writes, or None for each what it owns."
+            "consolidate_state_dict with the same `to`: the rank that writes, or None if each rank writes what it owns."
         )
     if differing == ["checkpoints loaded"]:
         return "Call load_state_dict on every rank, with the same checkpoint or with each rank's own part of it."

@@ -49,8 +49,8 @@ class Replicated:
     triangles: `2(P−1)n + (P−1)t/k_i + (w−1)t/k_i + (P−w)n`.
 
     Args:
-        inverse_worker_fraction: w / P, in (0, 1]. Taken is the largest divisor of P that is not above it, and 1 at
-            least: `1 / P` and all below are memory-optimal, 1 is communication-optimal.
+        inverse_worker_fraction: the most that w / P may be, in (0, 1]; w is the largest divisor of P that it allows,
+            at least 1: `1 / P` and all below are memory-optimal, 1 is communication-optimal.
         placement: what has one owner.
         statistics: whose batch the factors are taken from.
 

@@ -178,8 +178,8 @@ class StatisticsExchange:
                         block.state.take(part.part.name, _split(received[name], results))
                         taken.add(name)
             received.clear()  # its memory goes to the next
-        # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
-        # so that checkpoints of its state say what others apply.
+        # An owner is not sent those of its own results that no other rank needs, or that it does not need itself. It
+        # takes them all the same, so that checkpoints of its state say what others apply.
         for block, part in self._parts(blocks):
             if part.owner == self.rank:
                 for name, results in _parcels(block, part):

@@ -56,11 +56,11 @@ class LowRank(PairInverse[LowRankState]):
 
     With `sketch=k` factors of at least `4k` rows are not kept at all. Statistics sum the products `F Ω` with k fixed
     random directions, `2k` products for each element of a row in place of `d`, and a refresh reads the leading
-    eigenpairs off them (Nyström, `linalg.nystrom`) in some `6 d k²` operations. Averages take `k/d` of the memory twice
-    over. What is lost besides: eigenvalues come out somewhat too small, by about the sum of those beyond the first half
-    of the k. In an autoencoder, ResNet-20 and a transformer in training, preconditioned gradients with `sketch=64` and
-    `rank=32` had cosines of 0.96 to 1.00 with those of whole factors, with exact eigenpairs of that rank 0.97 to 1.00.
-    Narrower factors stay whole.
+    eigenpairs off them (Nyström, `linalg.nystrom`) in some `6 d k²` operations. Averages take `2k/d` of the memory of
+    a whole factor's triangle. Besides, the eigenvalues come out somewhat too small, by about the sum of those beyond
+    the first k/2. In an autoencoder, ResNet-20 and a transformer in training, preconditioned gradients with
+    `sketch=64` and `rank=32` had cosines of 0.96 to 1.00 with those of whole factors, with exact eigenpairs of that
+    rank 0.97 to 1.00. Narrower factors stay whole.
 
     Use it where layers are wide and steps cost much; the memory of inverses nearly vanishes too. Products want the full
     precision of float32: the small rest of a leading direction is a difference, so that TF32, which has 10 bits, would

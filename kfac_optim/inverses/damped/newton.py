@@ -59,10 +59,10 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
     good inverse stays. Whether any factor needs that is asked once for each size of factor, when all iterations are
     under way.
 
-    Steps to 1e-2, d = 256, condition numbers 1e2/1e3/1e4/1e5/1e6/1e8: cold 6/8/9/11/13/16 (ζ = 1: 10/13/16/19/22/29),
-    at best 2e-6/2e-5/1e-4/1e-3/9e-3/none in float32, as Cholesky, and 4e-15 to 1e-9 in float64; in bfloat16
-    3e-6/3e-3/none; warm, ten updates of decay 0.95 on, 5 at the second refresh and 2 to 4 later (from 80 to 7e4, in
-    float32).
+    At d = 256 and condition numbers of 1e2/1e3/1e4/1e5/1e6/1e8 a cold start takes 6/8/9/11/13/16 steps to a residual of
+    1e-2 (10/13/16/19/22/29 with ζ = 1). The best residuals are 2e-6/2e-5/1e-4/1e-3/9e-3/none in float32, as with
+    Cholesky, 4e-15 to 1e-9 in float64, and 3e-6/3e-3/none in bfloat16. A warm start, ten updates of decay 0.95 later,
+    takes 5 steps at the second refresh and 2 to 4 at the next ones (condition numbers from 80 to 7e4, float32).
 
     Refreshing costs `(4 · steps + 8) · (in³ + out³)` operations where Cholesky takes `in³ + out³`, applying two matrix
     products. Products in float32 follow `torch.set_float32_matmul_precision`: with TF32 ill-conditioned factors fall
