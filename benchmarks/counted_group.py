@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.shapes import Model
 from kfac_optim import Cholesky, KFACOptimizer
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.distributed import CostModel, Covered, DistributedConfig, Exchange, Launch, Plan, Strategy
+from kfac_optim.distributed import CostModel, Covered, DistributedConfig, Exchange, Message, Plan, Strategy
 from kfac_optim.distributed.communication import consensus
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.executor import DistributedExecutor
@@ -55,7 +55,7 @@ class Phase:
         buffers: bytes of storages at the peak that are gone when the phase ends.
     """
 
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Message] = field(default_factory=list)
     sent: float = 0.0
     received: float = 0.0
     buffers: int = 0
@@ -124,7 +124,7 @@ class _Run:
         self, model: Model, strategy: Strategy, cost: CostModel, exchange: Exchange | None, periods: tuple[int, int]
     ) -> None:
         self._module = module_of(model)
-        self._trace: list[Launch] = []
+        self._trace: list[Message] = []
         self._calls: list[tuple[float, float]] = []
         self._optimizer = KFACOptimizer(
             self._module,

@@ -24,7 +24,6 @@ from kfac_optim.distributed import (
     CostModel,
     Covered,
     Exchange,
-    Launch,
     Plan,
     PlanOptions,
     Sharded,
@@ -197,9 +196,9 @@ def _check(counted: Counted) -> None:
     for phase, messages in said.items():
         found = counted.phases[phase].launches
         if phase == "results":  # and how refreshes went
-            found = [each for each in found if each.bucket != Payload.STATUS.value]
+            found = [each for each in found if each.name != Payload.STATUS.value]
         expected = sorted((each.name, each.sent_bytes, each.received_bytes) for each in messages)
-        if expected != sorted((each.bucket, each.sent_bytes, each.received_bytes) for each in found):
+        if expected != sorted((each.name, each.sent_bytes, each.received_bytes) for each in found):
             raise AssertionError(f"{phase} of rank {rank} of {plan.ranks}: the plan says {expected}, counted {found}")
     for phase, each in counted.phases.items():
         told = [
@@ -233,11 +232,11 @@ def _parts(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> dict
     }
 
 
-def _all_reducing(launch: Launch, ranks: int, cost: CostModel) -> float:
+def _all_reducing(message: Message, ranks: int, cost: CostModel) -> float:
     """Seconds of a small all-reduce; others are not looked at."""
-    if launch.collective is not Collective.ALL_REDUCE:
+    if message.collective is not Collective.ALL_REDUCE:
         return 0.0
-    size = launch.sent_bytes * ranks / (ranks - 1) / 2
+    size = message.sent_bytes * ranks / (ranks - 1) / 2
     return cost.communicating(Collective.ALL_REDUCE, size, ranks)
 
 

@@ -35,7 +35,7 @@ from benchmarks.harness import Contender, pin_threads, ratio_spread, time_interl
 from benchmarks.variants import LR, MOMENTUM, NEVER
 from benchmarks.workloads import WORKLOADS, Workload
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import DistributedConfig, Launch, Placement, Replicated, Sharded, Strategy
+from kfac_optim.distributed import DistributedConfig, Message, Placement, Replicated, Sharded, Strategy
 
 _CPU = torch.device("cpu")
 # Periods of each kind of step. A few that refresh come first: from then on no average is young enough to ask for it.
@@ -276,8 +276,8 @@ class _Trainer:
         self.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
-    def _note(self, launch: Launch) -> None:
-        self.sent += launch.sent_bytes
+    def _note(self, message: Message) -> None:
+        self.sent += message.sent_bytes
 
 
 # torch refuses other annotations than its own.

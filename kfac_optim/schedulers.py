@@ -149,10 +149,6 @@ class HyperparameterScheduler:
             return max(1, round(value))
         return sys.float_info.min if value == 0 and base != 0 and self.key in _ABOVE_ZERO else value
 
-    def get_last_value(self) -> list[float]:
-        """Return the present value in each group."""
-        return [group[self.key] for group in self.optimizer.param_groups]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers alone; the factors are code and are given again when the scheduler is rebuilt."""
         return {"key": self.key, "last_epoch": self.last_epoch, "base_values": list(self.base_values)}

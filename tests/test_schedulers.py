@@ -23,13 +23,17 @@ def two_groups(**second: Any) -> KFACOptimizer:
     )
 
 
+def present(scheduler: HyperparameterScheduler) -> list[Any]:
+    """In each group."""
+    return [group[scheduler.key] for group in scheduler.optimizer.param_groups]
+
+
 def values(scheduler: HyperparameterScheduler, steps: int) -> list[list[Any]]:
     """In each group: at first, and after each of `steps` steps."""
-    found = [scheduler.get_last_value()]
+    found = [present(scheduler)]
     for _ in range(steps):
         scheduler.step()
-        found.append(scheduler.get_last_value())
-        assert found[-1] == [group[scheduler.key] for group in scheduler.optimizer.param_groups]
+        found.append(present(scheduler))
     return found
 
 
@@ -91,7 +95,7 @@ def test_an_edit_of_the_group_between_steps_is_overwritten_from_the_base() -> No
     scheduler = HyperparameterScheduler(optimizer(damping=0.5), "damping", lambda step: 1 / (1 + step))
     scheduler.optimizer.param_groups[0]["damping"] = 77.0
     scheduler.step()
-    assert scheduler.get_last_value() == [0.25]
+    assert present(scheduler) == [0.25]
 
 
 def test_each_group_keeps_its_own_base() -> None:
@@ -125,7 +129,7 @@ def test_a_group_that_was_added_since_takes_the_one_kl_clip_of_all(anew: bool) -
         schedule = HyperparameterScheduler(owner, "kl_clip", lambda step: 2.0**-step, last_epoch=1)
     else:
         schedule.step()
-    assert schedule.get_last_value() == [0.0625, 0.0625]
+    assert present(schedule) == [0.0625, 0.0625]
     train(model, owner, 1)
 
 
@@ -206,7 +210,7 @@ def test_a_resumed_schedule_continues_as_if_uninterrupted_whichever_is_loaded_fi
         restored = HyperparameterScheduler(resumed, "damping", warm_up)
         restored.load_state_dict(saved[1])
         resumed.load_state_dict(saved[0])
-    assert restored.get_last_value() == expected[4]
+    assert present(restored) == expected[4]
     assert values(restored, 4)[1:] == expected[5:]
 
 
@@ -230,7 +234,7 @@ def test_last_epoch_resumes_from_the_base_in_the_group() -> None:
     owner = optimizer(damping=0.5)
     values(HyperparameterScheduler(owner, "damping", warm_up), 3)
     resumed = HyperparameterScheduler(owner, "damping", warm_up, last_epoch=3)
-    assert resumed.get_last_value() == [0.5 * 5 / 8]
+    assert present(resumed) == [0.5 * 5 / 8]
 
 
 def test_last_epoch_without_a_base_in_the_group_is_refused_as_in_torch() -> None:

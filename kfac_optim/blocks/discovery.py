@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,9 +34,9 @@ def build_blocks(
     model: nn.Module,
     group_of: Mapping[nn.Parameter, dict[str, Any]],
     options: BlockOptions,
-    existing: Sequence[KFACBlock] = (),
-    excluded: Mapping[nn.Parameter, str] = MappingProxyType({}),
-    once_trained: Collection[nn.Parameter] = (),
+    existing: Sequence[KFACBlock],
+    excluded: Mapping[nn.Parameter, str],
+    once_trained: Collection[nn.Parameter],
 ) -> Coverage:
     """Find the layers of `model` whose parameters are in `group_of` and make a block of each.
 

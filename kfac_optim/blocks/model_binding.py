@@ -63,7 +63,7 @@ class ModelBinding:
         begin_forward: Callable[[nn.Module], int],
         late: Callable[[KFACBlock, Mapping[str, Any]], Mapping[str, Any]],
         *,
-        several: bool = False,
+        several: bool,
     ) -> None:
         self.coverage = Coverage()
         self.pending = PendingStates()

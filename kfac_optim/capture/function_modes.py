@@ -163,9 +163,9 @@ def _of_addmm(
     return _product(mat1, mat2, input if beta == 1 else None, transposed=True)
 
 
-def _of_stacked_product(rows: Tensor, weight: Tensor, bias: Tensor, with_bias: int = 1) -> Product | None:
+def _of_stacked_product(rows: Tensor, weight: Tensor, bias: Tensor) -> Product | None:
     product = _product(rows, weight, bias, transposed=False)
-    return product and product._replace(with_bias=with_bias * math.prod(rows.shape[2:-1]))
+    return product and product._replace(with_bias=math.prod(rows.shape[2:-1]))
 
 
 _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {

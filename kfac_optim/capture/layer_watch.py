@@ -34,8 +34,8 @@ class LayerWatch:
     wanted: Callable[[], bool]
     emit: Callable[[LayerCall], bool]
     discard: Callable[[], None]
-    awaits_gradient: Callable[[Shards], bool] = lambda _shards: False
-    verify: Callable[[LayerCall | None], None] = lambda _call: None
+    awaits_gradient: Callable[[Shards], bool]
+    verify: Callable[[LayerCall | None], None]
     sharded: ShardedParameter | None = None
     number: int = field(default_factory=itertools.count().__next__)
     node: Node | None = None

@@ -65,27 +65,21 @@ def watch_called_part(
     return {part: watch_root(window, part)}
 
 
-def watch_layer(
-    window: CaptureWindow, module: nn.Module, watch: LayerWatch, *, unbatched_ndim: int = -1, is_product: bool = False
-) -> Handle:
-    """Note the calls of `module`, whose output is one tensor, and take those that a backward reaches.
+class LayerHook:
+    """Notes the calls of a layer, whose output is one tensor; the window takes those that a backward reaches.
 
     Args:
-        window: the window, held weakly by the hook.
+        window: the window, held weakly.
         module: the layer.
-        watch: what is asked of the layer.
+        watch: what is asked of the layer, held weakly.
         unbatched_ndim: dimensions of an input without a batch dimension.
         is_product: whether the forward is a product with the weight, which the listener's mode may see.
     """
-    hook = _LayerHook(window, module, watch, unbatched_ndim, is_product)
-    return Handles(window.watch_calls(watch), window.hook(module, hook))
 
-
-class _LayerHook:
     __slots__ = ("_is_product", "_name", "_unbatched_ndim", "_watch", "_window")
 
     def __init__(
-        self, window: CaptureWindow, module: nn.Module, watch: LayerWatch, unbatched_ndim: int, is_product: bool
+        self, window: CaptureWindow, module: nn.Module, watch: LayerWatch, unbatched_ndim: int, *, is_product: bool
     ) -> None:
         self._window = weakref.ref(window)
         self._watch = weakref.ref(watch)

@@ -19,8 +19,8 @@ The folder is laid out in rooms like the package, and by the same rule:
     serving                             the same where there are statistics workers: orders to them, and answers
 """
 
-from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Launch
-from kfac_optim.distributed.communication.message import Collective
+from kfac_optim.distributed.communication.launches import CollectiveError
+from kfac_optim.distributed.communication.message import Collective, Message
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.experts import Experts
 from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place, initialize
@@ -45,7 +45,6 @@ from kfac_optim.distributed.statistics_workers import Role, StatisticsWorkers
 
 __all__ = [
     "Auto",
-    "Cause",
     "Collective",
     "CollectiveError",
     "CostModel",
@@ -54,8 +53,8 @@ __all__ = [
     "Exchange",
     "Experts",
     "FullySharded",
-    "Launch",
     "Launcher",
+    "Message",
     "Placement",
     "Plan",
     "PlanOptions",

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kfac_optim.distributed.communication.launches import Launch
+from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.experts import Experts
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.strategies import Auto, Exchange, Replicated, Sharded, Strategy, check_strategy
@@ -48,8 +48,8 @@ class DistributedConfig:
         exchange: the way between all ranks and owners, directly or by segments; None is the one that is predicted to be
             quicker for the slowest rank. What only some ranks need goes directly whatever is said here.
         workers: ranks that measure and refresh while the others train; `Replicated()` only. None is none.
-        observe: called with a `Launch` after each collective that this rank has launched, in their order, also from
-            hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
+        observe: called with the `Message` of each collective after this rank has launched it, in their order, also
+            from hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
             among them.
 
     Raises:
@@ -71,7 +71,7 @@ class DistributedConfig:
     exchange: Exchange | None = None
     workers: StatisticsWorkers | None = None
     # Not shown, for ranks compare what is.
-    observe: Callable[[Launch], None] | None = field(default=None, compare=False, repr=False)
+    observe: Callable[[Message], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Auto):
@@ -110,7 +110,7 @@ class DistributedConfig:
             self._check_workers(self.workers)
         if self.observe is not None and not callable(self.observe):
             raise TypeError(
-                f"kfac_optim: observe of DistributedConfig must be a function of a Launch, or None, got "
+                f"kfac_optim: observe of DistributedConfig must be a function of a Message, or None, got "
                 f"{self.observe!r}."
             )
 

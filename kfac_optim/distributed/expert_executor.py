@@ -95,6 +95,10 @@ class ExpertExecutor(Executor):
         """Return whether a parameter is of an expert."""
         return param in self._params
 
+    def of(self, block: KFACBlock) -> Executor:
+        """Return what carries out the part of a block."""
+        return self.own if self.is_own(block.params[0]) else self.shared
+
     def divided(self, blocks: Iterable[KFACBlock]) -> tuple[list[KFACBlock], list[KFACBlock]]:
         """Return the blocks that all ranks share, and those of experts."""
         parts: tuple[list[KFACBlock], list[KFACBlock]] = [], []
@@ -278,8 +282,7 @@ class ExpertStatistics(Statistics):
         return [executor.owners[number] for number in executor.own.statistics.owners(block)]
 
     def _of(self, block: KFACBlock) -> Statistics:
-        executor = self._executor
-        return (executor.own if executor.is_own(block.params[0]) else executor.shared).statistics
+        return self._executor.of(block).statistics
 
     def _divided(self, blocks: Sequence[KFACBlock]) -> list[tuple[Statistics, list[KFACBlock]]]:
         """Return those of the two that have some of the blocks: where none is shared, other ranks may not be here."""
@@ -383,12 +386,10 @@ class ExpertStates(WholeStates):
         self._executor.own.states.loading({block: missing[block] for block in own})
 
     def late(self, block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        executor = self._executor
-        return (executor.own if executor.is_own(block.params[0]) else executor.shared).states.late(block, state)
+        return self._executor.of(block).states.late(block, state)
 
     def tensors(self, block: KFACBlock) -> Any | None:
-        executor = self._executor
-        return (executor.own if executor.is_own(block.params[0]) else executor.shared).states.tensors(block)
+        return self._executor.of(block).states.tensors(block)
 
     def lacks(self, *, factors: bool) -> str | None:
         return self._executor.shared.states.lacks(factors=factors) or self._executor.own.states.lacks(factors=factors)

@@ -6,7 +6,7 @@ does not depend on how they are split into uses, as products of moments of singl
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -96,6 +96,15 @@ class ExampleRows:
         assert total is not None
         return total
 
+    def chunks(self, elements: int) -> Iterator[Tensor]:
+        """Yield `jacobians` of some examples at a time: of one, or of as many as have at most so many `elements`."""
+        uses = self.aligned()
+        z, g = uses[0]
+        step = max(1, elements // max(1, len(g) * g.shape[-1] * z.shape[-1]))
+        for start in range(0, self.count, step):
+            part = [(z[:, start : start + step], g[:, start : start + step]) for z, g in uses]
+            yield ExampleRows(uses=part).jacobians()
+
 
 class RowsByTerm:
     """Collects the rows of one layer in a step, those of each term and of each gradient of it apart.
@@ -164,7 +173,7 @@ class JointStatistics(LayerStatistics):
         term: as of `LayerStatistics`, where each term has factors of its own.
     """
 
-    def __init__(self, spec: LayerSpec, terms: Iterable[ExampleRows], dtype: torch.dtype, term: int = 0) -> None:
+    def __init__(self, spec: LayerSpec, terms: Iterable[ExampleRows], dtype: torch.dtype, term: int) -> None:
         self._spec = spec
         self._dtype = dtype
         self._terms: Sequence[ExampleRows] = list(terms)
@@ -236,8 +245,4 @@ class JointStatistics(LayerStatistics):
         """Yield the Jacobians of some examples at a time, `[groups, examples, out, in]`."""
         for term in self._terms:
             uses = [(z.to(self._dtype), g.to(self._dtype)) for z, g in term.aligned()]
-            z, g = uses[0]
-            step = max(1, _CHUNK // max(1, len(g) * g.shape[-1] * z.shape[-1]))
-            for start in range(0, term.count, step):
-                part = [(z[:, start : start + step], g[:, start : start + step]) for z, g in uses]
-                yield ExampleRows(part[0][0].shape[1], None, part).jacobians()
+            yield from ExampleRows(uses=uses).chunks(_CHUNK)

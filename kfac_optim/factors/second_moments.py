@@ -103,7 +103,7 @@ def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return left.mT @ right, torch.linalg.vector_norm(sizes[0] * sizes[1]) / max(1, left.shape[1]) ** 0.5
 
 
-def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:
+def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int) -> Tensor:
     """Return second moments of rows with a constant column behind them, `[groups, d + 1, d + 1]`.
 
     Args:
@@ -196,7 +196,7 @@ def active_rows(gradients: Tensor, *, by_group: bool = False) -> Tensor:
     return (largest if by_group else largest.amax(0)) != 0
 
 
-def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
+def mean_over_shared(rows: Tensor, active: Tensor | None) -> Tensor:
     """Return the means of the rows that `active` marks, `[groups, batch, 1, d]`; of none it is 0.
 
     Args:

@@ -96,11 +96,7 @@ class SampleRows:
         left = torch.zeros(groups, out_dim, out_dim, dtype=self._dtype, device=self._device)
         right = torch.zeros(groups, in_dim, in_dim, dtype=self._dtype, device=self._device)
         for uses in self._uses.values():
-            examples = uses[0][0].shape[1]
-            step = max(1, _CHUNK // max(1, self._shape.numel()))
-            for start in range(0, examples, step):
-                part = [(z[:, start : start + step], g[:, start : start + step]) for z, g in uses]
-                some = ExampleRows(part[0][0].shape[1], None, part).jacobians()
+            for some in ExampleRows(uses=uses).chunks(_CHUNK):
                 left += (some @ some.mT).sum(1)
                 right += (some.mT @ some).sum(1)
         return left, right

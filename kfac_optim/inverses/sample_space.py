@@ -177,7 +177,7 @@ class SampleSpace(Inverse[SampleState]):
         dampings: Sequence[float],
         decays: Sequence[Tensor] | None,
     ) -> list[Tensor]:
-        dtype = torch.float64 if grads[0].device.type != "mps" else torch.float32
+        dtype = torch.float64
         keys, residuals = _residuals(states)
         if not keys:
             return self._without_examples(states, grads)

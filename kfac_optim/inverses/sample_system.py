@@ -93,7 +93,4 @@ class SampleSystem:
 
 def total(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors of one shape."""
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
-    return result
+    return sum(parts[1:], start=parts[0])

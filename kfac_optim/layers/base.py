@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.model_hooks import watch_layer
+from kfac_optim.capture.model_hooks import LayerHook
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.specs import LayerSpec
-from kfac_optim.utils.hooks import Handle
+from kfac_optim.utils.hooks import Handle, Handles
 from kfac_optim.utils.sharded_params import Shards
 
 M = TypeVar("M", bound=nn.Module)
@@ -189,9 +189,8 @@ class WeightBiasAdapter(LayerAdapter[M]):
 
     def capture(self, module: M, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink) -> Handle:
         watch = self._watch(module, specs, sink)
-        return watch_layer(
-            window, module, watch, unbatched_ndim=self.unbatched_ndim(module), is_product=self.is_product
-        )
+        hook = LayerHook(window, module, watch, self.unbatched_ndim(module), is_product=self.is_product)
+        return Handles(window.watch_calls(watch), window.hook(module, hook))
 
     def _watch(self, module: M, specs: Sequence[LayerSpec], sink: StatisticsSink) -> LayerWatch:
         """Return what is asked of the layer, whoever notes its calls."""

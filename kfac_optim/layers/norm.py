@@ -51,7 +51,7 @@ class NormAdapter(WeightBiasAdapter[M]):
         return own_forward(module, self.family) or super().refusal(module)
 
     def spec(self, module: M, name: str, params: tuple[str, ...]) -> LayerSpec:
-        features, kept = module.get_parameter("weight").numel(), (Structure.IDENTITY, Structure.DENSE)
+        features, kept = module.get_parameter(params[0]).numel(), (Structure.IDENTITY, Structure.DENSE)
         return LayerSpec(name, params, 1, len(params), features, kept)
 
     def statistics(self, module: M, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from kfac_optim.factors.second_moments import channel_rows
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.layers.norm import NormAdapter
-from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.specs import LayerSpec
 
 # How far outputs of a probe may be from affine, in units of the largest: probes are made in float64, forwards may
 # compute in float32.
@@ -52,8 +52,7 @@ class ScaleAdapter(NormAdapter[nn.Module]):
         if self.scale not in trained:
             return ()
         params = (self.scale,) if self.shift is None or self.shift not in trained else (self.scale, self.shift)
-        features = module.get_parameter(self.scale).numel()
-        return (LayerSpec(name, params, 1, len(params), features, (Structure.IDENTITY, Structure.DENSE)),)
+        return (self.spec(module, name, params),)
 
     def unbatched_ndim(self, module: nn.Module) -> int:
         return -1 if self.channels else 1

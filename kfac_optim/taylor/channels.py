@@ -221,18 +221,8 @@ def _along(function: Function, args: Any, kwargs: Any, *, is_linear: bool) -> An
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Channels)]
     carried: list[Channels] = [leaves[index] for index in places]
 
-    def call(*values: Tensor) -> Any:
-        filled = list(leaves)
-        for index, value in zip(places, values, strict=True):
-            filled[index] = value
-        own_args, own_kwargs = tree_unflatten(filled, structure)
-        return function(*own_args, **own_kwargs)
-
-    def call_linear(*values: Tensor) -> Any:
-        # What is constant has no derivative: its place is taken by zeros.
-        filled = [
-            torch.zeros_like(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves
-        ]
+    def call(*values: Tensor, held: Sequence[Any] = leaves) -> Any:
+        filled = list(held)
         for index, value in zip(places, values, strict=True):
             filled[index] = value
         own_args, own_kwargs = tree_unflatten(filled, structure)
@@ -245,7 +235,13 @@ def _along(function: Function, args: Any, kwargs: Any, *, is_linear: bool) -> An
     real = [index for index, each in enumerate(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
 
     def slope(*along: Tensor) -> list[Tensor]:
-        return _picked(call_linear(*along), real) if is_linear else along_outputs(values, along)
+        if not is_linear:
+            return along_outputs(values, along)
+        # What is constant has no derivative: its place is taken by zeros.
+        zeros = [
+            torch.zeros_like(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves
+        ]
+        return _picked(call(*along, held=zeros), real)
 
     def along_outputs(at: tuple[Tensor, ...], along: tuple[Tensor, ...]) -> list[Tensor]:
         return _pushed(lambda *point: _picked(call(*point), real), at, along)

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 
-def stacked_product(rows: Tensor, weight: Tensor, bias: Tensor, with_bias: int = 1) -> Tensor:
-    """Return `rows weightᵀ`, of which the caller adds the bias to the first positions; it can be overridden as torch's.
+def stacked_product(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return `rows weightᵀ`, of which the caller adds the bias to the first position; it can be overridden as torch's.
 
     A mode that looks for products learns of the bias here: to add it to some rows of the whole would take one more pass
     over all of them.
@@ -17,14 +17,11 @@ def stacked_product(rows: Tensor, weight: Tensor, bias: Tensor, with_bias: int =
         rows: `[batch, positions, *shared, in]`.
         weight: `[out, in]`.
         bias: `[out]`.
-        with_bias: how many positions are given the bias.
 
     Returns:
         `[batch, positions, *shared, out]`.
     """
     if has_torch_function((rows, weight, bias)):
-        overridden: Any = handle_torch_function(
-            stacked_product, (rows, weight, bias), rows, weight, bias, with_bias=with_bias
-        )
+        overridden: Any = handle_torch_function(stacked_product, (rows, weight, bias), rows, weight, bias)
         return overridden  # type: ignore[no-any-return]
     return F.linear(rows, weight)

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, MonteCarlo, WeightSharing
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.listeners import ForwardListener
-from kfac_optim.capture.model_hooks import watch_layer, watch_root
+from kfac_optim.capture.model_hooks import LayerHook, watch_root
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers import LinearAdapter
@@ -1350,10 +1350,11 @@ def test_calls_that_a_listener_does_not_note_are_noted_at_the_layer_unless_it_wa
         seen.append(call)
         return False
 
-    watch = LayerWatch(model[0].weight, lambda: True, emit, lambda: None)
+    watch = LayerWatch(model[0].weight, lambda: True, emit, lambda: None, lambda _: False, lambda _: None)
     window.listener, window.listening = Listener(begins), True
     watch_root(window, model)
-    watch_layer(window, model[0], watch, is_product=is_product)
+    window.watch_calls(watch)
+    window.hook(model[0], LayerHook(window, model[0], watch, -1, is_product=is_product))
     x = batch()
     model(x).sum().backward()
     assert len(seen) == calls

@@ -35,10 +35,8 @@ from kfac_optim import (
     TrustRegion,
 )
 from kfac_optim.distributed import (
-    Cause,
     DistributedConfig,
     FullySharded,
-    Launch,
     Placement,
     Plan,
     Replicated,
@@ -46,6 +44,7 @@ from kfac_optim.distributed import (
     Statistics,
     Strategy,
 )
+from kfac_optim.distributed.communication.message import Message, all_reduction
 from kfac_optim.distributed.planning.buckets import Payload
 
 INVERSES: dict[str, Any] = {
@@ -90,12 +89,12 @@ def nothing_uncounted() -> Iterator[None]:
         yield
 
 
-def average(observe: Callable[[Launch], None], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def average(observe: Callable[[Message], None], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP does by itself, where it can be counted."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     work = dist.all_reduce(buffer, group=dist.group.WORLD, async_op=True)
-    ranks = dist.get_world_size()
-    observe(Launch("gradients of DDP", Cause.COMPLETE, 2 * (ranks - 1) * buffer.nbytes / ranks))
+    ranks = dist.get_rank(), dist.get_world_size()
+    observe(all_reduction("gradients of DDP", *ranks, buffer.numel(), buffer.itemsize))
     return work.get_future().then(lambda future: future.value()[0])
 
 
@@ -119,7 +118,7 @@ def counted(
     torch.manual_seed(0)
     model = net().to(dtype)
     wrapped: Any = model
-    trace: list[Launch] = []
+    trace: list[Message] = []
     if wrapper is Wrapper.DDP:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
         if isinstance(strategy, Replicated):
@@ -164,8 +163,8 @@ def counted(
         assert [launch.sent_bytes for launch in trace] == sent, "every collective is told of"
     found: Counter[Payload] = Counter()
     for launch in trace:
-        if launch.bucket != "counts":  # a few numbers of what needs them, which the plan leaves out
-            found[payload_of(launch.bucket)] += launch.sent_bytes  # type: ignore[assignment]
+        if launch.name != "counts":  # a few numbers of what needs them, which the plan leaves out
+            found[payload_of(launch.name)] += launch.sent_bytes  # type: ignore[assignment]
     plan = optimizer.plan()
     assert plan is not None
     return {payload: float(size) for payload, size in found.items()}, plan

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import Auto, DistributedConfig, Exchange, Launch, Replicated, Sharded, Strategy
+from kfac_optim.distributed import Auto, DistributedConfig, Exchange, Message, Replicated, Sharded, Strategy
 
 NUMBERS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "factor_update_period": 1, "inverse_update_period": 2}
 Grads = dict[str, Tensor]
@@ -99,7 +99,7 @@ def test_owners_get_means_of_gradients_that_were_rounded_once(
 
 def sent(rank: int, exchange: Exchange, dtype: torch.dtype | None) -> tuple[float, float]:
     """Bytes of gradients in one step, as they are handed over and as the messages say."""
-    trace: list[Launch] = []
+    trace: list[Message] = []
     model = DistributedDataParallel(build(Mixed).float())
     config = DistributedConfig(Sharded(), gradient_dtype=dtype, exchange=exchange, observe=trace.append)
     optimizer = KFACOptimizer(model, **{**NUMBERS, "factor_update_period": 50}, distributed=config)
@@ -111,7 +111,7 @@ def sent(rank: int, exchange: Exchange, dtype: torch.dtype | None) -> tuple[floa
         with counted_calls() as calls:
             loss.backward()
         optimizer.step()
-    return sum(each.sent for each in calls), sum(each.sent_bytes for each in trace if "gradients" in each.bucket)
+    return sum(each.sent for each in calls), sum(each.sent_bytes for each in trace if "gradients" in each.name)
 
 
 @pytest.mark.parametrize("exchange", Exchange)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import Collective, DistributedConfig, Exchange, Launch, Sharded
+from kfac_optim.distributed import Collective, DistributedConfig, Exchange, Message, Sharded
 from kfac_optim.distributed.communication.launcher import Launcher
 from kfac_optim.distributed.gradients import ddp
 
@@ -21,7 +21,7 @@ def trained(rank: int, delayed: bool, broken: bool) -> tuple[list[str], list[Ten
     """Names of all second messages in their order, parameters, and what backward raised after two steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]).double()
-    trace: list[Launch] = []
+    trace: list[Message] = []
     net = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     config = DistributedConfig(Sharded(), exchange=Exchange.SEGMENTS, bucket_bytes=400, observe=trace.append)
     optimizer = KFACOptimizer(net, lr=1e-2, momentum=0.9, distributed=config)
@@ -48,7 +48,7 @@ def trained(rank: int, delayed: bool, broken: bool) -> tuple[list[str], list[Ten
         with mock.patch.object(Launcher, "begin", fail), pytest.raises(RuntimeError) as raised:
             step(4)
         said = str(raised.value)
-    second = [each.bucket for each in trace if " of DDP " in each.bucket and each.collective is Collective.ALL_TO_ALL]
+    second = [each.name for each in trace if " of DDP " in each.name and each.collective is Collective.ALL_TO_ALL]
     return second, [param.detach().clone() for param in model.parameters()], said
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-import pytest
 import torch
 from helpers.collectives import communicator, counted_bytes
 from helpers.plans import COST, equal_layers, models, options_, strategies_
@@ -213,17 +212,6 @@ def test_groups_send_side_by_side_in_one_launch() -> None:
     buckets = result_buckets(plan, [layer.name for layer in plan.layers])
     assert len(plan.buckets_of(Payload.INVERSES)) == 4
     assert [{parcel.targets for parcel in bucket.parcels} for bucket in buckets] == [{(0, 1), (2, 3)}] * 2
-
-
-def test_what_the_plan_has_not_is_refused() -> None:
-    model = [*equal_layers(1, 3, 2), Uncovered("scale", 3)]
-    sharded, replicated = (make_plan(model, 2, strategy, COST) for strategy in (Sharded(), Replicated()))
-    for payload, layout in LAYOUTS.items():
-        with pytest.raises(ValueError, match=f"^kfac_optim: the plan has no 'x', 'y', whose {payload.value} are to be"):
-            layout(sharded, ["y", "l0", "x"])
-    for layout in (gradient_buckets, parameter_buckets):
-        with pytest.raises(ValueError, match=r"^kfac_optim: gradients go to owners.* plan is of Replicated\("):
-            layout(replicated, ["l0"])
 
 
 # -- on processes ------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
-from kfac_optim.distributed import Cause, DistributedConfig, Launch, Placement, Plan, Replicated, Sharded, Strategy
+from kfac_optim.distributed import DistributedConfig, Message, Placement, Plan, Replicated, Sharded, Strategy
+from kfac_optim.distributed.communication.message import all_reduction
 from kfac_optim.distributed.planning.buckets import Payload
 
-BACKWARD_ENDS = Launch("(backward ends)", Cause.CALLED, 0.0)
+BACKWARD_ENDS = all_reduction("(backward ends)", 0, 1, 0, 1)
 STEPS = 4
 PERIOD = 2
 
@@ -48,12 +49,12 @@ def traced(
     *,
     overlap: bool = True,
     **flags: Any,
-) -> tuple[list[list[Launch]], Plan]:
+) -> tuple[list[list[Message]], Plan]:
     """What this rank launched in each step, with a mark where backward ends; and the plan."""
     make, shape = NETS[net]
     torch.manual_seed(0)
     model = DistributedDataParallel(make(), bucket_cap_mb=1e-4, **flags)
-    trace: list[Launch] = []
+    trace: list[Message] = []
     config = DistributedConfig(strategy, overlap=overlap, bucket_bytes=100, observe=trace.append)
     optimizer = KFACOptimizer(
         model, lr=1e-3, inverse_update_period=PERIOD, inverse=inverse, distributed=config, factor_update_period=1
@@ -75,15 +76,15 @@ def traced(
     return steps[2:], plan  # DDP has rebuilt its buckets by then
 
 
-def with_flags(rank: int, args: Any, flags: Any) -> tuple[list[list[Launch]], Plan]:
+def with_flags(rank: int, args: Any, flags: Any) -> tuple[list[list[Message]], Plan]:
     return traced(rank, *args, **flags)
 
 
-def of(launches: list[Launch], payload: Payload) -> list[Launch]:
-    return [launch for launch in launches if launch.bucket.startswith(payload.value)]
+def of(launches: list[Message], payload: Payload) -> list[Message]:
+    return [launch for launch in launches if launch.name.startswith(payload.value)]
 
 
-def check_overlap(ranks: Ranks, *args: Any, **flags: Any) -> list[list[Launch]]:
+def check_overlap(ranks: Ranks, *args: Any, **flags: Any) -> list[list[Message]]:
     """Sums go in backward, in the plan's order, at steps that refresh and no others; alike on all ranks."""
     answers = ranks.run(with_flags, args, flags)
     for steps, plan in answers:
@@ -94,13 +95,12 @@ def check_overlap(ranks: Ranks, *args: Any, **flags: Any) -> list[list[Launch]]:
             if number % PERIOD:
                 assert not sums
                 continue
-            assert [launch.bucket for launch in sums] == wanted, "none goes twice, all in the plan's order"
+            assert [launch.name for launch in sums] == wanted, "none goes twice, all in the plan's order"
             ended = launches.index(BACKWARD_ENDS)
             assert all(launches.index(launch) < ended for launch in sums[:-1])
-            assert all(launch.cause is Cause.COMPLETE for launch in sums[:-1])
-    orders = [[[launch.bucket for launch in launches] for launches in steps] for steps, _ in answers]
+    orders = [[[launch.name for launch in launches] for launches in steps] for steps, _ in answers]
     assert all(order == orders[0] for order in orders)
-    first: list[list[Launch]] = answers[0][0]
+    first: list[list[Message]] = answers[0][0]
     return first
 
 
@@ -123,11 +123,11 @@ def test_sums_of_other_inverses(two_ranks: Ranks) -> None:
 def test_gradients_go_to_their_owners_while_backward_goes_on(two_ranks: Ranks, net: str) -> None:
     for launches in check_overlap(two_ranks, net, Sharded()):
         gradients, ended = of(launches, Payload.GRADIENTS), launches.index(BACKWARD_ENDS)
-        assert [launch.bucket for launch in gradients] == [f"gradients of DDP {n}" for n in range(len(gradients))]
+        assert [launch.name for launch in gradients] == [f"gradients of DDP {n}" for n in range(len(gradients))]
         assert len(gradients) > 3
         assert all(launches.index(launch) < ended for launch in gradients)
         # While backward goes on nothing else is launched but sums, and after it no gradients are.
-        assert {launch.bucket.rsplit(" ", 1)[0] for launch in launches[:ended]} <= {"gradients of DDP", "factor sums"}
+        assert {launch.name.rsplit(" ", 1)[0] for launch in launches[:ended]} <= {"gradients of DDP", "factor sums"}
         assert all(launches.index(launch) > ended for launch in of(launches, Payload.PARAMETERS))
 
 

@@ -290,7 +290,7 @@ def launched_in_backward(rank: int) -> tuple[list[str], list[tuple[bool, str]]]:
     """Buckets of sums in the order of their launches, and where and when all-to-alls were launched."""
     model = DistributedDataParallel(build(Mixed))
     trace: list[str] = []
-    config = DistributedConfig(strategy=Sharded(), observe=lambda launch: trace.append(launch.bucket), bucket_bytes=300)
+    config = DistributedConfig(strategy=Sharded(), observe=lambda launch: trace.append(launch.name), bucket_bytes=300)
     optimizer = KFACOptimizer(model, **{**NUMBERS, "inverse_update_period": 1}, distributed=config)
     train(model, optimizer, 0, rank, range(2))
     trace.clear()

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim.distributed.communication.launches import Cause, Event, InFlight, Launch
+from kfac_optim.distributed.communication.launches import Event, InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, Slot
+from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 
@@ -30,11 +31,11 @@ class Recorder:
 
     def __init__(self, rank: int, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
-        self.launched: list[tuple[str, Cause, Tensor]] = []
+        self.launched: list[tuple[str, Tensor]] = []
         self.waited = 0
 
-    def reduce(self, bucket: ReduceBucket, contributions: Contributions, cause: Cause) -> InFlight[dict[str, Merged]]:
-        self.launched.append((bucket.name, cause, contributions.sections))
+    def reduce(self, bucket: ReduceBucket, contributions: Contributions) -> InFlight[dict[str, Merged]]:
+        self.launched.append((bucket.name, contributions.sections))
 
         def wait() -> None:
             self.waited += 1
@@ -136,7 +137,7 @@ def test_all_ranks_launch_the_same_in_the_same_order_and_the_last_word_counts(
             if again[index] or (index >= early[rank] and slot.name not in held)
         }
         assert sorted(asked) == sorted(needed.intersection(foreign)), "asked for too much, too little, or its own"
-        last = {name: (number, sections) for number, (name, _, sections) in enumerate(recorder.launched, 1)}
+        last = {name: (number, sections) for number, (name, sections) in enumerate(recorder.launched, 1)}
         for index, bucket in enumerate(buckets):
             number, sections = last[bucket.name]
             for owner, section in enumerate(torch.split(sections, list(bucket.sections))):
@@ -147,13 +148,12 @@ def test_all_ranks_launch_the_same_in_the_same_order_and_the_last_word_counts(
                     expected[name] += final_value(rank, name, held) if owner != rank else 0.0
             for slot in bucket.owned[rank]:
                 assert merged[slot.name].total == number, "not the sums of the last launch"
-            causes = [cause for name, cause, _ in recorder.launched if name == bucket.name]
-            first = Cause.COMPLETE if index < early[rank] else Cause.LEFT_OVER
-            assert causes == [first, Cause.AGAIN] if again[index] else causes == [first]
+            times = sum(name == bucket.name for name, _ in recorder.launched)
+            assert times == (2 if again[index] else 1)
         assert merged.keys() == {slot.name for bucket in buckets for slot in bucket.owned[rank]}
         assert recorder.waited == len(recorder.launched)
     assert sums == expected
-    orders = [[name for name, _, _ in recorder.launched] for recorder in recorders]
+    orders = [[name for name, _ in recorder.launched] for recorder in recorders]
     assert all(order == orders[0] for order in orders)
     assert orders[0][: len(buckets)] == [bucket.name for bucket in buckets]
 
@@ -178,7 +178,7 @@ def test_a_bucket_goes_when_it_and_all_before_it_are_complete_and_not_before(
             seen.discard(event.name)
         while gone < len(buckets) and seen.issuperset(buckets[gone].names):
             gone += 1
-        assert [name for name, _, _ in recorder.launched] == [bucket.name for bucket in buckets[:gone]]
+        assert [name for name, _ in recorder.launched] == [bucket.name for bucket in buckets[:gone]]
         assert [reducer.launched(number) for number in range(len(buckets))] == [n < gone for n in range(len(buckets))]
         assert reducer.stale_flags() == stale
 
@@ -207,11 +207,11 @@ def test_a_bucket_goes_again_on_all_ranks_and_what_is_under_way_stays_as_it_is()
 
         together(reducer.finish(final, [True, False]))
         assert asked == (["a"] if rank == 1 else ["b", "a"])
-        early = [("of a", Cause.COMPLETE, [1.0]), ("of b", Cause.COMPLETE, [2.0])]
-        left = [("of a", Cause.LEFT_OVER, [0.0]), ("of b", Cause.LEFT_OVER, [3.0])]
-        assert [(name, cause, sections.tolist()) for name, cause, sections in recorder.launched] == [
+        early = [("of a", [1.0]), ("of b", [2.0])]
+        left = [("of a", [0.0]), ("of b", [3.0])]
+        assert [(name, sections.tolist()) for name, sections in recorder.launched] == [
             *(early if rank == 1 else left),
-            ("of a", Cause.AGAIN, [3.0]),
+            ("of a", [3.0]),
         ]
 
 
@@ -220,7 +220,7 @@ def test_all_buckets_that_go_again_are_under_way_before_the_first_of_them_is_wai
     for name in ("a", "b", "a", "b"):
         reducer.ready(name, torch.tensor(1.0), 1)
     next(reducer.finish(nothing, [True, True]))
-    assert [name for name, _, _ in recorder.launched] == ["of a", "of b"] * 2
+    assert [name for name, _ in recorder.launched] == ["of a", "of b"] * 2
 
 
 def test_while_backward_runs_no_bucket_under_way_is_waited_for() -> None:
@@ -232,7 +232,7 @@ def test_while_backward_runs_no_bucket_under_way_is_waited_for() -> None:
     for name in "ab":
         reducer.ready(name, torch.tensor(1.0), 1)
         assert recorder.waited == 0
-    assert [name for name, _, _ in recorder.launched] == ["of a", "of b"], "the second would have had to wait"
+    assert [name for name, _ in recorder.launched] == ["of a", "of b"], "the second would have had to wait"
 
 
 def test_each_round_starts_from_nothing() -> None:
@@ -243,31 +243,19 @@ def test_each_round_starts_from_nothing() -> None:
         assert reducer.stale_flags() == [True, False]
         assert together(reducer.finish(nothing, [False, False])) == {}
         assert reducer.stale_flags() == [False, False]
-    assert [(cause, sections.tolist()) for _, cause, sections in recorder.launched] == [
-        (Cause.COMPLETE, [1]),
-        (Cause.LEFT_OVER, [0]),
-        (Cause.COMPLETE, [2]),
-        (Cause.LEFT_OVER, [0]),
-    ]
+    assert [sections.tolist() for _, sections in recorder.launched] == [[1], [0], [2], [0]]
 
 
 def test_a_round_that_is_abandoned_launches_what_is_left_and_leaves_nothing_behind() -> None:
     recorder, reducer = recorded(1, one_slot_each(2, "a", "b"))
     reducer.ready("a", torch.tensor(1.0), 1)
     reducer.abandon()
-    assert [cause for _, cause, _ in recorder.launched] == [Cause.COMPLETE, Cause.LEFT_OVER]
+    assert [name for name, _ in recorder.launched] == ["of a", "of b"]
     together(reducer.finish(nothing, [False, False]))
-    assert [sections.tolist() for *_, sections in recorder.launched[2:]] == [[0], [0]]
+    assert [sections.tolist() for _, sections in recorder.launched[2:]] == [[0], [0]]
 
 
-def test_what_cannot_be_is_refused() -> None:
-    recorder, reducer = recorded(0, one_slot_each(1, "a"))
-    for report in (lambda: reducer.ready("c", torch.ones(1), 1), lambda: reducer.invalidate("c")):
-        with pytest.raises(ValueError, match="kfac_optim: no bucket has 'c'; was the model changed"):
-            report()
-    with pytest.raises(ValueError, match="kfac_optim: finish got 2 flags of buckets that go again, and has 1"):
-        together(reducer.finish(nothing, [False, False]))
-    assert not recorder.launched
+def test_two_slots_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="kfac_optim: a name may be in one bucket only, got 'a' more than once"):
         recorded(0, one_slot_each(1, "a", "b", "a"))
 
@@ -308,7 +296,7 @@ def local_means(rank: int) -> dict[str, tuple[Tensor, int]]:
 
 def merge_factors(rank: int, payload: torch.dtype, orders: int) -> dict[str, Any]:
     """Several rounds, each reporting in another order; what a rank has not is asked for at the end."""
-    trace: list[Launch] = []
+    trace: list[Message] = []
     with communicator(trace) as comm, counted_bytes() as counted:
         buckets = factor_buckets(comm.world_size, payload)
         reducer = Reducer(comm, buckets)
@@ -356,7 +344,7 @@ def check_merged_factors(ranks: Ranks) -> None:
         for other in others:
             assert all(torch.equal(a, b) for name in first for a, b in zip(first[name], other[name], strict=True))
     for rank, answer in enumerate(answers):
-        assert [launch.bucket for launch in answer["trace"]] == ["first", "second"] * 4
+        assert [launch.name for launch in answer["trace"]] == ["first", "second"] * 4
         predicted = [message.sent_bytes for bucket in buckets for message in bucket.messages(rank)] * 4
         assert answer["counted"] == [launch.sent_bytes for launch in answer["trace"]] == predicted
 
@@ -413,7 +401,7 @@ def last_word(seed: int, buckets: Sequence[ReduceBucket], rank: int) -> dict[str
 def run_wild(rank: int) -> list[tuple[list[str], dict[str, tuple[Tensor, Tensor | None]]]]:
     answers = []
     for seed in SEEDS:
-        trace: list[Launch] = []
+        trace: list[Message] = []
         with communicator(trace) as comm, communicator() as votes:
             buckets = wild_buckets(seed, comm.world_size)
             reducer = Reducer(comm, buckets)
@@ -421,7 +409,7 @@ def run_wild(rank: int) -> list[tuple[list[str], dict[str, tuple[Tensor, Tensor 
                 reducer.ready(*report)
             vote = votes.all_reduce("vote", torch.tensor(reducer.stale_flags()).byte(), dist.ReduceOp.MAX).wait()
             merged = together(reducer.finish(last_word(seed, buckets, rank).__getitem__, vote.bool().tolist()))
-        answers.append(([launch.bucket for launch in trace], {name: tuple(part) for name, part in merged.items()}))
+        answers.append(([launch.name for launch in trace], {name: tuple(part) for name, part in merged.items()}))
     return answers
 
 

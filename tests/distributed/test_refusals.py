@@ -55,7 +55,7 @@ def test_an_inverse_in_the_space_of_residuals_is_for_one_process(inverse: Any) -
         ({"bucket_bytes": 0.5}, TypeError, "bucket_bytes of DistributedConfig must be an integer, got 0.5"),
         ({"group": 2}, TypeError, r"group of DistributedConfig \(of a mesh it is mesh\.get_group"),
         ({"timeout": timedelta(0)}, ValueError, "timeout of DistributedConfig must be above 0, got 0:00:00"),
-        ({"observe": 3}, TypeError, "must be a function of a Launch, or None, got 3"),
+        ({"observe": 3}, TypeError, "must be a function of a Message, or None, got 3"),
     ],
     ids=["bytes", "group", "timeout", "observe"],
 )

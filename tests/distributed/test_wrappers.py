@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import Cause, DistributedConfig, Launch, Replicated, Sharded
+from kfac_optim.distributed import DistributedConfig, Message, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
+from kfac_optim.utils.autograd import in_backward
 
 each_strategy = pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
 
@@ -74,14 +75,14 @@ def test_a_wrapped_model_is_copied_and_saved_as_without_the_optimizer(
 
 
 def copied_with_its_optimizer(rank: int) -> tuple[list[Tensor], list[Tensor], int]:
-    trace: list[Launch] = []
+    trace: list[Message] = []
     bare, model, optimizer = built(Sharded(), observe=trace.append)
     train(model, optimizer, 0, rank, range(2))
     other, again = copy.deepcopy((model, optimizer))
     train(model, optimizer, 0, rank, range(2, 5))
     trace.clear()
     train(other, again, 0, rank, range(2, 5))
-    sent = sum(launch.bucket.startswith("gradients of DDP") for launch in trace)
+    sent = sum(launch.name.startswith("gradients of DDP") for launch in trace)
     return [param.detach() for param in bare.parameters()], [param.detach() for param in other.parameters()], sent
 
 
@@ -96,22 +97,26 @@ def test_a_copy_with_its_optimizer_sends_gradients_to_owners_too(two_ranks: Rank
 
 def unfreeze(rank: int | None, strategy: Strategy, given: str) -> tuple[list[Tensor], int]:
     """The first layer trains from the third step on; DDP asks for a new wrapper then."""
-    trace: list[Launch] = []
+    by_backward: list[str] = []
     bare = build(Mixed)
     bare.first.requires_grad_(False)
     model = bare if rank is None else DistributedDataParallel(bare)
-    config = {} if rank is None else {"distributed": DistributedConfig(strategy=strategy, observe=trace.append)}
+
+    def note(message: Message) -> None:
+        if in_backward():
+            by_backward.append(message.name)
+
+    config = {} if rank is None else {"distributed": DistributedConfig(strategy=strategy, observe=note)}
     params = {"model": model, "parameters": model.parameters(), "bare": bare}[given]
     optimizer = KFACOptimizer(params, **{**NUMBERS, "inverse_update_period": 1}, **config)
     train(model, optimizer, 0, rank, range(2))
     bare.first.requires_grad_(True)
     if rank is not None:
         model = DistributedDataParallel(bare)
-        trace.clear()
+        by_backward.clear()
     train(model, optimizer, 0, rank, range(2, 5))
     what = "gradients of DDP" if isinstance(strategy, Sharded) else "factor sums"
-    by_backward = sum(launch.bucket.startswith(what) and launch.cause is Cause.COMPLETE for launch in trace)
-    return [param.detach() for param in bare.parameters()], by_backward
+    return [param.detach() for param in bare.parameters()], sum(name.startswith(what) for name in by_backward)
 
 
 @each_strategy

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.launches import Launch
+from kfac_optim.distributed.communication.message import Message
 
 CPU = torch.device("cpu")
 PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def communicator(trace: list[Launch] | None = None, kind: type[Communicator] = Communicator) -> Iterator[Communicator]:
+def communicator(trace: list[Message] | None = None, kind: type[Communicator] = Communicator) -> Iterator[Communicator]:
     observe = None if trace is None else trace.append
     timeout = timedelta(seconds=30)
     made = kind(dist.new_group(timeout=timeout), CPU, timeout, observe)

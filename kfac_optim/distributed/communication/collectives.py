@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.launcher import Launcher, has_reduce_scatter
-from kfac_optim.distributed.communication.launches import Cause, InFlight, listed_ranks
+from kfac_optim.distributed.communication.launches import InFlight, listed_ranks
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
 from kfac_optim.distributed.communication.message import Collective, Message, together
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
@@ -44,25 +44,21 @@ _SHOWN = 8
 class Communicator(Launcher):
     """Carries out buckets on one process group, in the form that suits the device; see [Note: one order]."""
 
-    def reduce(
-        self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
-    ) -> InFlight[dict[str, Merged]]:
+    def reduce(self, bucket: ReduceBucket, contributions: Contributions) -> InFlight[dict[str, Merged]]:
         """Sum a bucket that goes directly over all ranks but the owner of each slot, to that owner.
 
         Args:
             bucket: the same on all ranks.
             contributions: of this rank; not to be written to until the event was waited for.
-            cause: for the trace.
 
         Returns:
             The slots that this rank owns, by name.
         """
-        self._check_world(bucket.name, bucket.world_size)
         given = contributions.sections
         (message,) = bucket.messages(self.rank)
         total = given.new_empty(bucket.sections[self.rank])
         if self._scatters(bucket):
-            event = self.scatter(message, bucket.names, cause, given, total)
+            event = self.scatter(message, bucket.names, given, total)
         else:
             place = splits(bucket.sections)[self.rank]
             received = torch.empty(sum(message.from_), dtype=bucket.payload, device=given.device)
@@ -72,23 +68,19 @@ class Communicator(Launcher):
                 for part in received.view(self.world_size - 1, -1):  # in the order of ranks
                     total.add_(bucket.decode(part, place))
 
-            event = self.exchange(message, bucket.names, cause, bucket.encode(given, self.rank), received, add_up)
+            event = self.exchange(message, bucket.names, bucket.encode(given, self.rank), received, add_up)
         return InFlight(bucket.merged(total, self.rank), event)
 
-    def reduce_to_segments(
-        self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
-    ) -> InFlight[Tensor]:
+    def reduce_to_segments(self, bucket: ReduceBucket, contributions: Contributions) -> InFlight[Tensor]:
         """Sum a bucket that goes by segments over all ranks but the owner of each slot, to segments.
 
         Args:
             bucket: as of `reduce`.
             contributions: as of `reduce`.
-            cause: as of `reduce`.
 
         Returns:
             This rank's segment of the row.
         """
-        self._check_world(bucket.name, bucket.world_size)
         given, segments = contributions.sections, bucket.segments
         message = bucket.messages(self.rank)[0]
         place = segments.segment(self.rank)
@@ -100,7 +92,7 @@ class Communicator(Launcher):
             def take() -> None:
                 total.data = filled[: segments.lengths[self.rank]]
 
-            return InFlight(total, self.scatter(message, bucket.names, cause, whole, filled, take))
+            return InFlight(total, self.scatter(message, bucket.names, whole, filled, take))
         whole = bucket.to_wire(given, slice(0, len(given)))
         parts = whole.new_empty(sum(message.from_))
 
@@ -112,17 +104,14 @@ class Communicator(Launcher):
             for part in parts.view(self.world_size, -1):
                 total.add_(bucket.decode(part, place))
 
-        return InFlight(total, self.exchange(message, bucket.names, cause, whole, parts, add_up))
+        return InFlight(total, self.exchange(message, bucket.names, whole, parts, add_up))
 
-    def deliver(
-        self, buckets: Sequence[ReduceBucket], segments: list[Tensor], cause: Cause = Cause.CALLED
-    ) -> Iterator[dict[str, Merged]]:
+    def deliver(self, buckets: Sequence[ReduceBucket], segments: list[Tensor]) -> Iterator[dict[str, Merged]]:
         """Bring segments of a batch of buckets to owners; a collective.
 
         Args:
             buckets: the same on all ranks.
             segments: of each what `reduce_to_segments` gave; taken out of the list as they are copied.
-            cause: for the trace.
 
         Returns:
             The slots that this rank owns, by name, bucket by bucket.
@@ -132,7 +121,7 @@ class Communicator(Launcher):
         sent = to_owners([bucket.segments for bucket in buckets], self.rank, segments)
         received = sent.new_empty(sum(message.from_))
         names = [name for bucket in buckets for name in bucket.names]
-        event = self.exchange(message, names, cause, sent, received)
+        event = self.exchange(message, names, sent, received)
         del sent
         event.wait()
         sections = by_row(received, [each.from_ for each in messages])
@@ -150,7 +139,6 @@ class Communicator(Launcher):
         Returns:
             The parcels that this rank is a target of, by name, `[elements]`: the same bits on all of their targets.
         """
-        self._check_world(bucket.name, bucket.world_size)
         (message,) = bucket.messages(self.rank)
         going, coming = bucket.sent_by(self.rank), bucket.received_by(self.rank)
         arriving = [parcel for parcels in coming for parcel in parcels]
@@ -158,7 +146,7 @@ class Communicator(Launcher):
         to_all = message.collective is Collective.ALL_GATHER
         leaving = going[self.rank] if to_all else [parcel for parcels in going for parcel in parcels]
         sent = self._joined(bucket, leaving, values)
-        event = self.exchange(message, bucket.names, Cause.CALLED, sent, received)
+        event = self.exchange(message, bucket.names, sent, received)
         return InFlight(_cut(received, arriving), event)
 
     def spread(
@@ -183,7 +171,7 @@ class Communicator(Launcher):
         del rows, cut
         received = torch.empty(sum(message.from_), dtype=payload, device=device)
         names = [name for bucket in buckets for name in bucket.names]
-        event = self.exchange(message, names, Cause.CALLED, sent, received)
+        event = self.exchange(message, names, sent, received)
         del sent
         event.wait()
         parts = by_row(received, [each.from_ for each in messages])
@@ -192,7 +180,7 @@ class Communicator(Launcher):
             segments, gather = bucket.segments, bucket.messages(rank)[1]
             own = filled_up(parts.pop(0), segments.length)
             row = torch.empty(segments.length * self.world_size, dtype=payload, device=device)
-            self.exchange(gather, bucket.names, Cause.CALLED, own, row).wait()
+            self.exchange(gather, bucket.names, own, row).wait()
             found = _cut(row[: segments.elements], bucket.row)
             del row
             yield {parcel.name: found[parcel.name] for parcel in bucket.row if rank in parcel.targets}
@@ -222,7 +210,7 @@ class Communicator(Launcher):
         gathered = own.new_empty(self.world_size)
         one = (1,) * self.world_size
         message = Message(name, Collective.ALL_GATHER, self.rank, one, one, own.itemsize)
-        self.exchange(message, (), Cause.CALLED, own, gathered).wait()
+        self.exchange(message, (), own, gathered).wait()
         fingerprints = gathered.tolist()
         odd = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
         if not odd:
@@ -261,13 +249,6 @@ class Communicator(Launcher):
         if not pieces:
             return torch.empty(0, dtype=bucket.payload, device=self.device)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _check_world(self, name: str, world_size: int) -> None:
-        if world_size != self.world_size:
-            raise ValueError(
-                f"kfac_optim: bucket {name!r} was laid out for {world_size} ranks, the process group has "
-                f"{self.world_size}; plan again for this group."
-            )
 
 
 def _cut(row: Tensor, parcels: Sequence[Parcel]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch, listed_ranks
+from kfac_optim.distributed.communication.launches import CollectiveError, Event, InFlight, listed_ranks
 from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Collective, Message, all_reduction
 from kfac_optim.utils.text import listed
@@ -33,6 +33,30 @@ def has_reduce_scatter(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def begin(
+    group: dist.ProcessGroup,
+    message: Message,
+    sent: Tensor,
+    received: Tensor,
+    observe: Callable[[Message], None] | None,
+) -> dist.Work:
+    """Launch an all-to-all whose end is seen to by who calls, through the future of what is returned.
+
+    Args:
+        group: that `message` is one of.
+        message: as of `Launcher.exchange`.
+        sent: as of `Launcher.exchange`, lent by who calls.
+        received: as of `Launcher.exchange`, lent by who calls.
+        observe: as of `Launcher`.
+    """
+    to, from_ = list(message.to), list(message.from_)
+    work: dist.Work | None = dist.all_to_all_single(received, sent, from_, to, group=group, async_op=True)
+    assert work is not None, "only a rank outside of the group gets none"
+    if observe is not None:
+        observe(message)
+    return work
+
+
 class Launcher:
     """Launches messages of one process group.
 
@@ -44,7 +68,7 @@ class Launcher:
         group: of our own, see `process_groups`.
         device: that all tensors lie on.
         timeout: how long an event waits on the CPU; on accelerators that of the group counts.
-        observe: is called with every launch, for traces.
+        observe: is called with every message that was launched, for traces.
     """
 
     def __init__(
@@ -52,7 +76,7 @@ class Launcher:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: timedelta,
-        observe: Callable[[Launch], None] | None = None,
+        observe: Callable[[Message], None] | None = None,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
@@ -82,7 +106,6 @@ class Launcher:
         event = self._launch(
             message,
             layers,
-            Cause.CALLED,
             lambda loan: dist.all_reduce(loan.lend(result), op=operation, group=self.group, async_op=True),
         )
         return InFlight(result, event)
@@ -91,7 +114,6 @@ class Launcher:
         self,
         message: Message,
         names: Sequence[str],
-        cause: Cause,
         sent: Tensor,
         received: Tensor,
         finish: Callable[[], None] | None = None,
@@ -101,7 +123,6 @@ class Launcher:
         Args:
             message: of this rank; a reduce-scatter is summed by the caller, as an all-to-all of the parts.
             names: of layers, for messages.
-            cause: for the trace.
             sent: what `message.to` counts, `[sum(message.to)]`; of an all-gather this rank's part.
             received: what `message.from_` counts, to be written to.
             finish: is called when all has come.
@@ -110,7 +131,6 @@ class Launcher:
             return self._launch(
                 message,
                 names,
-                cause,
                 lambda loan: self._gather(message, loan, sent, received),
                 finish,
             )
@@ -118,34 +138,20 @@ class Launcher:
         return self._launch(
             message,
             names,
-            cause,
             lambda loan: dist.all_to_all_single(
                 loan.lend(received), loan.lend(sent), from_, to, group=self.group, async_op=True
             ),
             finish,
         )
 
-    def begin(self, message: Message, cause: Cause, sent: Tensor, received: Tensor) -> dist.Work:
-        """Launch an all-to-all whose end is seen to by who calls, through the future of what is returned.
-
-        Args:
-            message: as of `exchange`.
-            cause: as of `exchange`.
-            sent: as of `exchange`, lent by who calls.
-            received: as of `exchange`, lent by who calls.
-        """
-        to, from_ = list(message.to), list(message.from_)
-        work: dist.Work | None = dist.all_to_all_single(received, sent, from_, to, group=self.group, async_op=True)
-        assert work is not None, "only a rank outside of the group gets none"
-        if self._observe is not None:
-            self._observe(Launch.of(message, cause))
-        return work
+    def begin(self, message: Message, sent: Tensor, received: Tensor) -> dist.Work:
+        """Launch an all-to-all whose end is seen to by who calls; see `begin`."""
+        return begin(self.group, message, sent, received, self._observe)
 
     def scatter(
         self,
         message: Message,
         names: Sequence[str],
-        cause: Cause,
         given: Tensor,
         total: Tensor,
         finish: Callable[[], None] | None = None,
@@ -154,7 +160,6 @@ class Launcher:
         return self._launch(
             message,
             names,
-            cause,
             lambda loan: dist.reduce_scatter_single(
                 loan.lend(total), loan.lend(given), group=self.group, async_op=True
             ),
@@ -176,7 +181,6 @@ class Launcher:
         self,
         message: Message,
         names: Sequence[str],
-        cause: Cause,
         launch: Callable[[Loan], dist.Work | None],
         finish: Callable[[], None] | None = None,
     ) -> Event:
@@ -186,7 +190,7 @@ class Launcher:
             work = launch(loan)
         assert work is not None, "only a rank outside of the group gets none"
         if self._observe is not None:
-            self._observe(Launch.of(message, cause))
+            self._observe(message)
 
         under_way = [work]
 

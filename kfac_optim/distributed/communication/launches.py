@@ -1,10 +1,7 @@
-"""What a collective leaves when it is launched: a line of a trace, and an event that waits for the result."""
+"""What a collective leaves when it is launched: an event that waits for the result."""
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
-
-from kfac_optim.distributed.communication.message import Collective, Message
 
 T = TypeVar("T")
 
@@ -16,37 +13,6 @@ class CollectiveError(RuntimeError):
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Name ranks, for messages."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-class Cause(Enum):
-    """Says why a collective was launched when it was."""
-
-    CALLED = "called"
-    """The program called it, at the same place on all ranks."""
-    COMPLETE = "complete"
-    """The last slot of the bucket, and of all before it, was reported."""
-    LEFT_OVER = "left over"
-    """The round ended before that."""
-    AGAIN = "again"
-    """Some rank had other numbers after the launch."""
-
-
-class Launch(NamedTuple):
-    """Holds one line of a trace."""
-
-    bucket: str
-    cause: Cause
-    sent_bytes: float
-    """The bytes that this rank sends to others; an all-reduce sends `2(P - 1)/P` of its size, as a ring does."""
-    received_bytes: float = 0.0
-    """The bytes that this rank receives from others."""
-    collective: Collective | None = None
-    """The operation of the process group."""
-
-    @classmethod
-    def of(cls, message: Message, cause: Cause) -> "Launch":
-        """Return the line of a trace that tells of a message."""
-        return cls(message.name, cause, message.sent_bytes, message.received_bytes, message.collective)
 
 
 class Event:

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from kfac_optim.distributed.communication.launches import CollectiveError, Launch, listed_ranks
+from kfac_optim.distributed.communication.launches import CollectiveError, listed_ranks
+from kfac_optim.distributed.communication.message import Message
 
-Observer = Callable[[Launch], None]
+Observer = Callable[[Message], None]
 
 
 class GroupLoan:
@@ -49,10 +50,10 @@ class GroupLoan:
     def counting(self, observe: Observer | None) -> Observer:
         """Return `observe` as the communicator of the group is to be given it, which must report every launch."""
 
-        def count(launch: Launch) -> None:
+        def count(message: Message) -> None:
             self._lent.launched += 1
             if observe is not None:
-                observe(launch)
+                observe(message)
 
         return count
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.launches import Cause, InFlight
+from kfac_optim.distributed.communication.launches import InFlight
 from kfac_optim.distributed.communication.layout_checks import repeated
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
 from kfac_optim.distributed.communication.segments import batches, shares
@@ -61,9 +61,9 @@ class Reducer:
                 whatever the values are then. Of a plain sum what it is to be multiplied by.
 
         Raises:
-            ValueError: no bucket has the name, or the slot has another size.
+            ValueError: the slot has another size.
         """
-        index = self._index_of(name)
+        index = self._index[name]
         if self.launched(index):
             self._note_stale(name, index)
             return
@@ -73,16 +73,12 @@ class Reducer:
             self._contributions(index).put(name, values, mass)
         self._unseen[index].discard(name)
         while self._next < self._early and not self._unseen[self._next]:
-            self._launch(self._next, Cause.COMPLETE)
+            self._launch(self._next)
             self._next += 1
 
     def invalidate(self, name: str) -> None:
-        """Note that what was reported for a slot does not hold any more: it comes again, or `finish` asks for it.
-
-        Raises:
-            ValueError: no bucket has the name.
-        """
-        index = self._index_of(name)
+        """Note that what was reported for a slot does not hold any more: it comes again, or `finish` asks for it."""
+        index = self._index[name]
         if self.launched(index):
             self._note_stale(name, index)
         else:
@@ -111,13 +107,8 @@ class Reducer:
             to the end, on all ranks at the same place in the program.
 
         Raises:
-            ValueError: `again` is not of as many buckets as there are.
             CollectiveError: a collective failed, or took too long.
         """
-        if len(again) != len(self._buckets):
-            raise ValueError(
-                f"kfac_optim: finish got {len(again)} flags of buckets that go again, and has {len(self._buckets)}."
-            )
         self._launch_early_ones(again, final)
         flights, early = self._flights, self._early
         self._start_round()
@@ -140,7 +131,7 @@ class Reducer:
         for batch in self._batches(rest):
             for number in rest[batch]:
                 self._fill(number, self._buckets[number].names, final)
-                self._launch(number, Cause.AGAIN if again[number] else Cause.LEFT_OVER, settle=True)
+                self._launch(number, settle=True)
             launched = list(self._flights)
             self._flights.clear()
             yield from self._delivered(rest[batch], launched)
@@ -154,7 +145,7 @@ class Reducer:
         segments = [flight.wait() for flight in coming]
         coming.clear()
         buckets = [self._buckets[number] for number in numbers]
-        yield from self._communicator.deliver(buckets, segments, Cause.LEFT_OVER)
+        yield from self._communicator.deliver(buckets, segments)
 
     def abandon(self) -> None:
         """Launch what is left, wait for all of it, throw it away, and start the next round.
@@ -175,7 +166,7 @@ class Reducer:
         while self._next < self._early:
             if final is not None and not again[self._next]:
                 self._fill(self._next, self._unseen[self._next], final)
-            self._launch(self._next, Cause.LEFT_OVER, settle=final is not None)
+            self._launch(self._next, settle=final is not None)
             self._next += 1
 
     def _start_round(self) -> None:
@@ -184,12 +175,6 @@ class Reducer:
         self._unseen = [set(bucket.names) for bucket in self._buckets]
         self._stale = [False] * len(self._buckets)
         self._filling: list[Contributions | None] = [None] * len(self._buckets)
-
-    def _index_of(self, name: str) -> int:
-        index = self._index.get(name)
-        if index is None:
-            raise ValueError(f"kfac_optim: no bucket has {name!r}; was the model changed after the plan was made?")
-        return index
 
     def _note_stale(self, name: str, index: int) -> None:
         if name not in self._owned:
@@ -210,14 +195,14 @@ class Reducer:
             if name in names and name not in self._owned:
                 self._contributions(index, settle=True).put(name, *final(name))
 
-    def _launch(self, index: int, cause: Cause, *, settle: bool = False) -> None:
+    def _launch(self, index: int, *, settle: bool = False) -> None:
         """Launch a bucket; `settle` is that of `_give_up_buffers`."""
         self._give_up_buffers(settle=settle)
         contributions = self._contributions(index)
         self._filling[index] = None
         bucket = self._buckets[index]
         launch = self._communicator.reduce_to_segments if bucket.segmented else self._communicator.reduce
-        self._flights.append(launch(bucket, contributions, cause))
+        self._flights.append(launch(bucket, contributions))
 
     def _give_up_buffers(self, *, settle: bool) -> None:
         """Have what is under way give up its buffers, before another bucket needs some.

@@ -38,10 +38,10 @@ class OwnedRow:
         """Return whether it goes by segments."""
         return self.by_segments and not self.to_all
 
-    @cached_property
+    @property
     def elements(self) -> int:
         """Return the elements of the row."""
-        return sum(size for _, size in self.pieces)
+        return self.segments.elements
 
     @cached_property
     def segments(self) -> Segments:

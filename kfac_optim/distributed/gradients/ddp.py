@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim.distributed.communication.launcher import has_reduce_scatter
-from kfac_optim.distributed.communication.launches import Cause, Launch
+from kfac_optim.distributed.communication.launcher import begin, has_reduce_scatter
 from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.communication.rows import OwnedRow
@@ -52,7 +51,7 @@ class OwnersHook:
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self.flow: ShardedGradients | None = None
-        self.observe: Callable[[Launch], None] | None = None
+        self.observe: Callable[[Message], None] | None = None
         self.user: weakref.ref[object] | None = None
         self._group = wrapper.process_group
         self._wrapper = weakref.ref(wrapper)
@@ -196,7 +195,7 @@ class OwnersHook:
         work = dist.all_reduce(mean, group=self._group, async_op=True)
         if row is not None and self.observe is not None:
             (message,) = row.messages(dist.get_rank(self._group))
-            self.observe(Launch.of(message, Cause.COMPLETE))
+            self.observe(message)
 
         def take(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
@@ -229,15 +228,6 @@ class OwnersHook:
                 kept.record_stream(self._backward_stream)  # pragma: cuda
             piece.copy_(each.view(piece.shape))
 
-    def _exchange(self, message: Message, sent: Tensor, received: Tensor) -> dist.Work:
-        work: dist.Work | None = dist.all_to_all_single(
-            received, sent, list(message.from_), list(message.to), group=self._group, async_op=True
-        )
-        assert work is not None
-        if self.observe is not None:
-            self.observe(Launch.of(message, Cause.COMPLETE))
-        return work
-
     def _directly(
         self,
         row: OwnedRow,
@@ -253,7 +243,7 @@ class OwnersHook:
         (message,) = row.messages(rank)
         received = sent.new_empty(sum(message.from_))
         loan = Loan()
-        work = self._exchange(message, loan.lend(sent), loan.lend(received))
+        work = begin(self._group, message, loan.lend(sent), loan.lend(received), self.observe)
 
         def add_up(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
@@ -286,7 +276,7 @@ class OwnersHook:
             sent = buffer.to(row.payload)
             parts = [sent.new_empty(sum(message.from_))]
             loan = Loan()
-            work = self._exchange(message, loan.lend(sent), loan.lend(parts[0]))
+            work = begin(self._group, message, loan.lend(sent), loan.lend(parts[0]), self.observe)
 
             def add_up(future: torch.futures.Future[Any]) -> Tensor:
                 future.wait()
@@ -309,7 +299,7 @@ class OwnersHook:
         scattering = dist.reduce_scatter_single(total, whole, group=self._group, async_op=True)
         assert scattering is not None
         if self.observe is not None:
-            self.observe(Launch.of(message, Cause.COMPLETE))
+            self.observe(message)
 
         def divide(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()

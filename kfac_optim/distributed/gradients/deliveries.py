@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.launches import Cause
 from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Message, together
 from kfac_optim.distributed.communication.rows import OwnedRow
@@ -125,7 +124,7 @@ class Deliveries:
             message = together(messages)
             received = [sent.new_empty(sum(message.from_))]
             loan = Loan()
-            work = self._communicator.begin(message, Cause.COMPLETE, loan.lend(sent), loan.lend(received[0]))
+            work = self._communicator.begin(message, loan.lend(sent), loan.lend(received[0]))
             del sent, means  # what follows may be called at once
         except Exception as error:
             _fail(segments, error)

@@ -53,7 +53,7 @@ class ShardedGradients(GradientFlow):
         plan: Plan,
         communicator: Communicator,
         params: Mapping[str, Sequence[nn.Parameter]],
-        delivery: Communicator | None = None,
+        delivery: Communicator | None,
     ) -> None:
         super().__init__()
         self._communicator = communicator

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim.distributed.communication.launches import Launch
+from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.gradients.sharded_gradients import ShardedGradients
 
@@ -20,7 +20,7 @@ class Wrappers:
         observe: as of `OwnersHook`.
     """
 
-    def __init__(self, *, to_owners: bool, observe: Callable[[Launch], None] | None = None) -> None:
+    def __init__(self, *, to_owners: bool, observe: Callable[[Message], None] | None) -> None:
         self._to_owners = to_owners
         self._observe = observe
         self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, OwnersHook | None] = weakref.WeakKeyDictionary()

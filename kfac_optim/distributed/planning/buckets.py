@@ -166,10 +166,16 @@ def make_buckets(
 
 def _shares(items: Iterable[Item], itemsize: int) -> Mapping[int, float]:
     """Return the bytes of each owner."""
-    shares: defaultdict[int, float] = defaultdict(float)
-    for item in items:
-        shares[item.rank] += item.words * itemsize
-    return shares
+    return _together({item.rank: item.words * itemsize} for item in items)
+
+
+def _together(shares: Iterable[Mapping[int, float]]) -> Mapping[int, float]:
+    """Add up the bytes of each owner."""
+    together: defaultdict[int, float] = defaultdict(float)
+    for share in shares:
+        for rank, size in share.items():
+            together[rank] += size
+    return together
 
 
 def _direct(shares: Mapping[int, float], ranks: int, cost: CostModel) -> float:
@@ -182,10 +188,7 @@ def _between(shares: Sequence[Mapping[int, float]], cut: Sequence[slice], ranks:
     """Return the seconds of each bucket's all-to-all between segments and owners, a part of that of its batch."""
     found: list[float] = []
     for batch in cut:
-        together: defaultdict[int, float] = defaultdict(float)
-        for share in shares[batch]:
-            for rank, size in share.items():
-                together[rank] += size
+        together = _together(shares[batch])
         whole = sum(together.values())
         mean = whole / ranks
         seconds = cost.communicating(Collective.ALL_TO_ALL, max(mean, *together.values()), ranks, mean=mean)
@@ -195,12 +198,8 @@ def _between(shares: Sequence[Mapping[int, float]], cut: Sequence[slice], ranks:
 
 def _quicker(shares: Sequence[Mapping[int, float]], cut: Sequence[slice], ranks: int, cost: CostModel) -> Exchange:
     """Return the way that is quicker for the slowest rank: all that passes its link, and every bucket's latency."""
-    together: defaultdict[int, float] = defaultdict(float)
-    for share in shares:
-        for rank, size in share.items():
-            together[rank] += size
     latency = cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
-    direct = _direct(together, ranks, cost) + (len(shares) - 1) * latency
+    direct = _direct(_together(shares), ranks, cost) + (len(shares) - 1) * latency
     even = sum(cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares)
     segmented = even + sum(_between(shares, cut, ranks, cost))
     return Exchange.SEGMENTS if segmented < direct else Exchange.DIRECT

@@ -17,7 +17,6 @@ from kfac_optim.distributed.planning.assignment import nearest
 from kfac_optim.distributed.planning.buckets import Item, Payload, fill
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
-from kfac_optim.utils.text import listed
 
 
 class _Sent(NamedTuple):
@@ -58,9 +57,6 @@ def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]
     Args:
         plan: whose.
         layers: names of those that are merged.
-
-    Raises:
-        ValueError: the plan has no such layer.
     """
     slots = {
         part.name_in(layer.name): [
@@ -84,11 +80,7 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
         plan: whose.
         names: of layers, and of parameters that are not covered; so are the slots named. Those that all ranks update
             are left to `gradient_means`.
-
-    Raises:
-        ValueError: the plan has no such layer or parameter, or is not `Sharded`.
     """
-    _check_sharded(plan)
     options, segmented = plan.options, plan.by_segments(Payload.GRADIENTS)
     dtype = options.gradient_dtype or options.parameter_dtype
     return tuple(
@@ -124,9 +116,6 @@ def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ..
     Args:
         plan: whose.
         layers: names of those that were refreshed.
-
-    Raises:
-        ValueError: the plan has no such layer.
     """
 
     def parcel(sent: _Sent) -> Iterator[Parcel]:
@@ -145,9 +134,6 @@ def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBu
     Args:
         plan: whose.
         layers: names of those that were preconditioned.
-
-    Raises:
-        ValueError: the plan has no such layer.
     """
     workers_of = {layer.name: layer.workers for layer in plan.layers}
 
@@ -167,11 +153,7 @@ def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, 
         plan: whose.
         names: of layers, and of parameters that are not covered; so are the parcels named. Those that all ranks update
             are left out.
-
-    Raises:
-        ValueError: the plan has no such layer or parameter, or is not `Sharded`.
     """
-    _check_sharded(plan)
 
     def parcel(sent: _Sent) -> Iterator[Parcel]:
         item, members = sent
@@ -251,11 +233,6 @@ def _launches(plan: Plan, payload: Payload, names: Collection[str]) -> Iterator[
     """Give the name of each launch and what it carries: the plan's items, in its order, that belong to `names`."""
     positions = {layer.name: layer.position for layer in plan.layers}
     positions |= {parameter.name: parameter.position for parameter in plan.parameters}
-    if unknown := sorted(set(names) - positions.keys()):
-        raise ValueError(
-            f"kfac_optim: the plan has no {listed(unknown)}, whose {payload.value} are to be sent; was the model "
-            "changed after the plan was made?"
-        )
     due = {positions[name] for name in names}
     groups: dict[range, list[Item]] = {}
     for bucket in plan.buckets_of(payload):
@@ -265,11 +242,3 @@ def _launches(plan: Plan, payload: Payload, names: Collection[str]) -> Iterator[
     for number, side_by_side in enumerate(itertools.zip_longest(*filled)):
         together = [bucket for bucket in side_by_side if bucket is not None]
         yield f"{payload.value} {number}", [_Sent(item, members) for members, items in together for item in items]
-
-
-def _check_sharded(plan: Plan) -> None:
-    if not isinstance(plan.strategy, Sharded):
-        raise ValueError(
-            "kfac_optim: gradients go to owners, and parameters come from them, under Sharded alone; the plan is of "
-            f"{plan.strategy}."
-        )

@@ -75,11 +75,6 @@ class Plan:
         return frozenset([*layers, *(each.name for each in self.parameters if each.owner is None)])
 
     @property
-    def words_per_step(self) -> Fraction:
-        """Give the words that all ranks together send, on average over the periods."""
-        return sum((each.words_per_step for each in self.traffic), Fraction(0))
-
-    @property
     def bytes_per_step(self) -> Fraction:
         """Give the bytes that all ranks together send, on average over the periods."""
         return sum((each.bytes_per_step for each in self.traffic), Fraction(0))
