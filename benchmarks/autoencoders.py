@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 
 from benchmarks import arguments, data
 from benchmarks.curves import curves
-from benchmarks.harness import pin_threads, without_subnormals, write_json
-from benchmarks.models import Autoencoder, initialise_sparsely
+from benchmarks.harness import leave, pin_threads, without_subnormals
+from benchmarks.models import sparse_autoencoder
 from benchmarks.plots import plot_reconstruction
 from benchmarks.problems import L2, PIXELS, TANH_SCALE
 from benchmarks.training import History, train
@@ -209,8 +209,7 @@ class Course:
     ) -> tuple[bool, list[Reading]]:
         """Whether training diverged, and a reading after every ``_PERIOD`` steps; ``advance`` is told of them."""
         torch.manual_seed(self.seed)
-        model = Autoencoder(self.widths, nn.Tanh)
-        initialise_sparsely(model, scale=TANH_SCALE)
+        model = sparse_autoencoder(self.widths, nn.Tanh, TANH_SCALE)
         readings: list[Reading] = []
 
         def observe(history: History) -> None:
@@ -271,10 +270,7 @@ def run(args: argparse.Namespace) -> None:
         ],
         "best": [asdict(run) for run in best],
     }
-    json_path, plot_path = (args.out / f"{args.dataset}.{suffix}" for suffix in ("json", "png"))
-    write_json(json_path, report, torch.device("cpu"))
-    plot_reconstruction(report, plot_path)
-    console.print(f"Plot: {plot_path}. Figures: {json_path}")
+    console.print(leave(args.out, args.dataset, report, plot_reconstruction))
 
 
 def run_grids(course: Course, methods: Mapping[str, Method], console: Console) -> list[Run]:

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.compare import load
+from benchmarks.compare import load, prepare
 from benchmarks.examples import Examples
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.problem import Decay, Problem
@@ -55,9 +55,7 @@ class Run:
 def run(args: argparse.Namespace) -> None:
     console = Console()
     pin_threads(args.threads)
-    chosen = {name: PROBLEMS[name].quick() if args.quick else PROBLEMS[name] for name in args.problems}
-    if args.steps is not None:
-        chosen = {name: problem.lasting(args.steps) for name, problem in chosen.items()}
+    chosen = {name: prepare(PROBLEMS[name], args) for name in args.problems}
     rates = _RATES[-1:] if args.quick else _RATES
     seeds = range(1 if args.quick else args.seeds)
     settings = list(itertools.product(Decay, rates, seeds))

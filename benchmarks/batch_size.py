@@ -16,14 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare import arrival_in_words, curve, load, prepare, seeds, trials
+from benchmarks.compare import arrival_in_words, load, prepare, seeds, trials
 from benchmarks.contestants import CONTESTANTS
-from benchmarks.harness import pin_threads, write_json
+from benchmarks.harness import leave, pin_threads
 from benchmarks.options import BATCH_SIZES, EXAMPLES, QUICK_EXAMPLES
 from benchmarks.plots import plot_batch_sizes
 from benchmarks.problem import Aim, FixedBatch, Problem
@@ -84,10 +83,7 @@ def run(args: argparse.Namespace) -> None:
             for aim, units in zip((Aim.TRAINING, Aim.VALIDATION), problem.units, strict=True)
         ],
     }
-    json_path, plot_path = (args.out / f"{args.problem}.{suffix}" for suffix in ("json", "png"))
-    write_json(json_path, report, torch.device("cpu"))
-    plot_batch_sizes(report, plot_path)
-    console.print(f"Plot: {plot_path}. Figures: {json_path}")
+    console.print(leave(args.out, args.problem, report, plot_batch_sizes))
 
 
 def at_least(args: argparse.Namespace) -> int:
@@ -125,7 +121,7 @@ def size_report(size: int, runs: Runs, aim: Aim, target: Target) -> dict[str, An
                 "name": name,
                 "setting": repeats[0].setting,
                 "arrival": Arrival.of(repeats, aim, target).as_json(),
-                "runs": [curve(thinned(run)) for run in repeats],
+                "runs": [thinned(run).curve() for run in repeats],
             }
             for name, repeats in runs.items()
         ],

@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from benchmarks.harness import describe_machine, pin_threads, write_json
+from benchmarks.harness import describe_machine, leave, pin_threads
 from benchmarks.plots import plot_returns
 from benchmarks.problem import Aim
 from benchmarks.scores import Arrival, Target
@@ -140,10 +140,7 @@ class Race:
         repeated = self._carry_out("repeats", chosen, range(1, self._seeds + 1), console)
         report = self._report(tuned, repeated)
         console.print(result_table(report))
-        json_path, plot_path = (self._out / f"cart-pole{ending}" for ending in (".json", ".png"))
-        write_json(json_path, report, torch.device("cpu"))
-        plot_returns(report, plot_path)
-        console.print(f"Plot: {plot_path}. Figures: {json_path}")
+        console.print(leave(self._out, "cart-pole", report, plot_returns))
 
     def _carry_out(
         self, what: str, trials: Mapping[str, Sequence[int]], seeds: Sequence[int], console: Console

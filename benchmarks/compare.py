@@ -18,11 +18,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -31,12 +30,12 @@ from benchmarks import arguments, tuning
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.data import DataError
 from benchmarks.examples import Examples
-from benchmarks.harness import pin_threads, write_json
+from benchmarks.harness import leave, pin_threads
 from benchmarks.plots import plot_comparison
 from benchmarks.problem import Aim, Problem
 from benchmarks.problems import PROBLEMS
 from benchmarks.scores import Arrival, Spread, Target, best_target, target_of
-from benchmarks.study import Reading, Run, RunFolder, Runs, Study
+from benchmarks.study import RunFolder, Runs, Study
 from benchmarks.tuning import Tuning
 
 
@@ -108,10 +107,7 @@ def compare(study: Study, earlier: Path | None, seeds: int, out: Path, console: 
     targets = set_targets(repeated, baselines, aim, study.problem.floor)
     console.print(setting_table(repeated), result_table(study, repeated, targets))
     report = make_report(study, tuned, repeated, targets)
-    json_path, plot_path = (out / f"{study.name}.{suffix}" for suffix in ("json", "png"))
-    write_json(json_path, report, torch.device("cpu"))
-    plot_comparison(report, plot_path)
-    console.print(f"Plot: {plot_path}. Figures: {json_path}")
+    console.print(leave(out, study.name, report, plot_comparison))
 
 
 def set_targets(repeated: Runs, baselines: Sequence[str], aim: Aim, floor: float) -> list[Target]:
@@ -148,17 +144,11 @@ def make_report(study: Study, tuned: Tuning, repeated: Runs, targets: Sequence[T
                 "setting": repeated[name][0].setting,
                 "lowest": Spread.of([run.lowest(problem.aim) for run in repeated[name]]).as_json(),
                 "arrivals": [Arrival.of(repeated[name], problem.aim, target).as_json() for target in targets],
-                "runs": [curve(run) for run in repeated[name]],
+                "runs": [run.curve() for run in repeated[name]],
             }
             for name, contestant in study.contestants.items()
         ],
     }
-
-
-def curve(run: Run) -> dict[str, Any]:
-    """A run with its readings by column, which is shorter."""
-    readings = {column.name: [getattr(reading, column.name) for reading in run.readings] for column in fields(Reading)}
-    return {"seed": run.seed, "ending": run.ending.value, "readings": readings}
 
 
 def measure_name(problem: Problem) -> str:

@@ -141,11 +141,11 @@ def _sgd(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
     )
 
 
-def _adam_like(make: Callable[..., Optimizer], **choices: Any) -> Callable[..., Optimizer]:
-    """Return a maker of optimizers that take Adam's arguments, with β₂ = 0.999."""
+def _adam_like(make: Callable[..., Optimizer], beta2: float = 0.999, **choices: Any) -> Callable[..., Optimizer]:
+    """Return a maker of optimizers that take Adam's arguments."""
 
     def optimizer(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
-        betas = (_momentum(setting), 0.999)
+        betas = (_momentum(setting), beta2)
         return make(model.parameters(), lr=setting["lr"], betas=betas, weight_decay=setting["weight_decay"], **choices)
 
     return optimizer
@@ -186,25 +186,6 @@ def _madgrad(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
     return made
 
 
-def _soap(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
-    betas = (_momentum(setting), 0.95)
-    made: Optimizer = pytorch_optimizer.SOAP(
-        model.parameters(), setting["lr"], betas, weight_decay=setting["weight_decay"]
-    )
-    return made
-
-
-def _distributed_shampoo(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
-    made: Optimizer = pytorch_optimizer.ScalableShampoo(
-        model.parameters(),
-        setting["lr"],
-        (_momentum(setting), 0.999),
-        weight_decay=setting["weight_decay"],
-        preconditioning_compute_steps=_REFRESH,
-    )
-    return made
-
-
 def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Optimizer:
     return KFACOptimizer(
         model,
@@ -217,20 +198,10 @@ def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Opt
     )
 
 
-def _kfac_selected(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Optimizer:
+def _kfac_selected(model: nn.Module, problem: Problem, setting: Setting, **choices: Any) -> Optimizer:
     """Leave the output layer, which is the last matrix, to AdamW, as Muon does here."""
     last = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
-    return KFACOptimizer(
-        model,
-        setting["lr"],
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=setting["weight_decay"],
-        step_size=SelectedUpdates(),
-        skip_layers=[last],
-        **_damping(setting),
-        **choices,
-    )
+    return _kfac(model, problem, setting, step_size=SelectedUpdates(), skip_layers=[last], **choices)
 
 
 def _damping(setting: Setting) -> dict[str, Any]:
@@ -271,9 +242,9 @@ CONTESTANTS = {
     "AdaBelief": Contestant(
         _adam_like(torch_optimizer.AdaBelief, weight_decouple=True, eps=1e-16), _ADAM_SPACE, weight_decay=_DECOUPLED
     ),
-    "SOAP": Contestant(_soap, _ADAM_SPACE, weight_decay=_DECOUPLED),
+    "SOAP": Contestant(_adam_like(pytorch_optimizer.SOAP, beta2=0.95), _ADAM_SPACE, weight_decay=_DECOUPLED),
     "DistributedShampoo": Contestant(
-        _distributed_shampoo,
+        _adam_like(pytorch_optimizer.ScalableShampoo, preconditioning_compute_steps=_REFRESH),
         {"lr": Range(0.01, 1), "one_minus_momentum": _MOMENTUM},
         {"lr": -0.5},  # its layers' steps are as long as SGD's
         weight_decay=_ADDED,

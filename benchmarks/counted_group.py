@@ -87,8 +87,8 @@ def count(
     strategy: Strategy,
     cost: CostModel,
     *,
-    exchange: Exchange | None = None,
-    periods: tuple[int, int] = (10, 100),
+    exchange: Exchange,
+    periods: tuple[int, int],
 ) -> Counted:
     """Run one rank's part of a step that refreshes, and count it. There must be no process group."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -121,7 +121,7 @@ class _Run:
     """One optimizer on the faked group, ready to step."""
 
     def __init__(
-        self, model: Model, strategy: Strategy, cost: CostModel, exchange: Exchange | None, periods: tuple[int, int]
+        self, model: Model, strategy: Strategy, cost: CostModel, exchange: Exchange, periods: tuple[int, int]
     ) -> None:
         self._module = module_of(model)
         self._trace: list[Message] = []

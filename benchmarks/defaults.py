@@ -25,7 +25,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from benchmarks import data
-from benchmarks.compare import load
+from benchmarks.compare import load, prepare
 from benchmarks.data import Split
 from benchmarks.examples import Examples
 from benchmarks.harness import pin_threads, write_json
@@ -136,9 +136,7 @@ class Run:
 def run(args: argparse.Namespace) -> None:
     console = Console()
     pin_threads(args.threads)
-    chosen = {name: PROBLEMS[name].quick() if args.quick else PROBLEMS[name] for name in args.problems}
-    if args.steps is not None:
-        chosen = {name: problem.lasting(args.steps) for name, problem in chosen.items()}
+    chosen = {name: prepare(PROBLEMS[name], args) for name in args.problems}
     rates: dict[str, Sequence[float]] = {"Adam": _ADAM_RATES, "KFAC": _KFAC_RATES}
     if args.quick:
         rates = {name: some[-1:] for name, some in rates.items()}

@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import DIRTY, RESULTS, ROOT, brought_by, essence
-from benchmarks.spreads import ROUNDS, repeats_of
+from benchmarks.provenance import DIRTY, RESULTS, ROOT, essence
+from benchmarks.spreads import repeats_of
 from benchmarks.stages import STAGES
 
 PAGE = ROOT / "benchmarks" / "README.md"
 BEGIN = "<!-- made by: python -m benchmarks everything --table -->\n"
 END = "<!-- end of what was made -->\n"
-COMMITTED = "†"
-"""Marks a date and a commit that the result has not recorded: those of the commit that brought the file."""
 
-_UNKNOWN = "not recorded"
+_UNKNOWN = "not recorded"  # which code has made a result, where there was no git
 _HEADINGS = ("result", "command", "machine", "repeats: spread", "date", "commit")
 
 
@@ -39,23 +37,19 @@ def update_page() -> None:
 def _row(file: Path) -> tuple[str, ...]:
     report = json.loads(file.read_text())
     name = file.relative_to(RESULTS)
-    date, commit = report.get("date"), report.get("commit")
-    if date is None and (brought := brought_by(file)) is not None:
-        date, commit = (f"{word} {COMMITTED}" for word in brought)
-    else:
-        date = date and date[:10]
     return (
         f"[{name.with_suffix('')}](results/{name})",
-        f"`{_command(report)}`" if "command" in report else _UNKNOWN,
-        _machine(report.get("machine")),
-        _repeats(report),
-        date or _UNKNOWN,
-        _commits(report, commit),
+        f"`{_command(report)}`",
+        _machine(report["machine"]),
+        str(repeats_of(report) or "none"),
+        report["date"][:10],
+        _commits(report),
     )
 
 
-def _commits(report: Mapping[str, Any], commit: str | None) -> str:
+def _commits(report: Mapping[str, Any]) -> str:
     """Return the commit, and those of runs which other code has made: of an earlier result, or before it went on."""
+    commit = report["commit"]
     words = commit.replace(DIRTY, ", changed") if commit else _UNKNOWN
     if others := [each for each in report.get("commits_of_runs", []) if each != commit]:
         words = f"{words}, some runs {', '.join(others)}"
@@ -69,17 +63,7 @@ def _command(report: Mapping[str, Any]) -> str:
     return " ".join(essence(command)) if command.startswith("python -m benchmarks") else command
 
 
-def _machine(machine: Mapping[str, Any] | None) -> str:
-    if machine is None:
-        return _UNKNOWN
+def _machine(machine: Mapping[str, Any]) -> str:
     threads = f"{machine['torch_threads']} thread{'s' * (machine['torch_threads'] > 1)}"
     device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
     return f"{device}{machine['processor']}, {machine['cores']} cores, {threads}, torch {machine['torch']}"
-
-
-def _repeats(report: Mapping[str, Any]) -> str:
-    """Return how often what was measured, and how far it lies apart."""
-    repeats = repeats_of(report)
-    if repeats is not None:
-        return str(repeats)
-    return _UNKNOWN if report.get("benchmark") in ROUNDS else "none"

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 
 from benchmarks import provenance
 from benchmarks.arguments import UsageError
-from benchmarks.spreads import repeats_of
 
 _BEGUN = time.monotonic()  # every command imports this before it does anything
 
@@ -56,21 +55,19 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def made_by(report: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def made_by(device: torch.device) -> dict[str, Any]:
     """Give what every result records of its making.
 
     Returns:
         ``command``; ``machine``; ``date``, that of now, UTC; ``commit`` as in `provenance.commit`; ``wall_seconds`` of
-        the command so far, evaluation included; ``spread`` of repeats as in `spreads.Repeats`, None if there are none.
+        the command so far, evaluation included.
     """
-    repeats = repeats_of(report)
     return {
         "command": provenance.command_line(sys.argv[1:]),
         "machine": describe_machine(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": provenance.commit(),
         "wall_seconds": round(time.monotonic() - _BEGUN, 1),
-        "spread": None if repeats is None else asdict(repeats),
     }
 
 
@@ -78,8 +75,16 @@ def write_json(path: Path, report: Mapping[str, Any], device: torch.device) -> N
     """Write ``report`` with what made it, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({**made_by(report, device), **report}, indent=2, allow_nan=False) + "\n")
+    part.write_text(json.dumps({**made_by(device), **report}, indent=2, allow_nan=False) + "\n")
     part.replace(path)
+
+
+def leave(folder: Path, name: str, report: Mapping[str, Any], draw: Callable[[Mapping[str, Any], Path], None]) -> str:
+    """Write figures and the plot of them, and say where they are."""
+    figures, plot = folder / f"{name}.json", folder / f"{name}.png"
+    write_json(figures, report, torch.device("cpu"))
+    draw(report, plot)
+    return f"Plot: {plot}. Figures: {figures}"
 
 
 def chosen_device(word: str) -> torch.device:
@@ -145,12 +150,12 @@ def ratio_spread(numerator: Sequence[float], denominator: Sequence[float]) -> di
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
-def matmul_rate(device: torch.device, repeats: int = 5) -> float:
-    """Floating-point operations per second of a large float32 matrix product: the median of ``repeats``."""
+def matmul_rate(device: torch.device) -> float:
+    """Floating-point operations per second of a large float32 matrix product: the median of five."""
     size = 8192 if device.type == "cuda" else 2048  # large enough that starting the product costs nothing
     a, b = torch.randn(2, size, size, device=device)
     torch.mm(a, b)
-    timed = time_interleaved([Contender("matmul", lambda: torch.mm(a, b), 1)], repeats, device, lambda _: None)
+    timed = time_interleaved([Contender("matmul", lambda: torch.mm(a, b), 1)], 5, device, lambda _: None)
     return 2.0 * size**3 / statistics.median(timed["matmul"])
 
 

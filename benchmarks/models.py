@@ -54,6 +54,13 @@ def initialise_sparsely(model: nn.Module, inputs: int = 15, scale: float = 1.0) 
             layer.bias.zero_()
 
 
+def sparse_autoencoder(widths: Sequence[int], activation: type[nn.Module], scale: float) -> Autoencoder:
+    """Make an autoencoder whose first weights are sparse, of standard deviation ``scale``."""
+    model = Autoencoder(widths, activation)
+    initialise_sparsely(model, scale=scale)
+    return model
+
+
 class _ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, batch_norm: bool) -> None:
         super().__init__()
@@ -152,12 +159,10 @@ class UNet(nn.Module):
 class VisionTransformer(nn.Module):
     """Classifies images by torch's own encoder layers over patches (Dosovitskiy et al. 2021), the mean of all read."""
 
-    def __init__(
-        self, classes: int = 10, side: int = 32, patch: int = 4, width: int = 96, heads: int = 4, layers: int = 4
-    ) -> None:
+    def __init__(self, classes: int, width: int = 96, heads: int = 4, layers: int = 4) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, patch, patch)
-        self.positions = nn.Parameter(0.02 * torch.randn((side // patch) ** 2, width))
+        self.patches = nn.Conv2d(3, width, kernel_size=4, stride=4)
+        self.positions = nn.Parameter(0.02 * torch.randn(8 * 8, width))
         layer = nn.TransformerEncoderLayer(
             width, heads, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
@@ -165,7 +170,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, 3, height, width]``, of ``side`` or less, to ``[batch, classes]`` logits."""
+        """``[batch, 3, height, width]``, sides of 32 or less, to ``[batch, classes]`` logits."""
         x = self.patches(images).flatten(2).mT
         x = x + self.positions[: x.shape[1]]
         logits: Tensor = self.head(self.encoder(x).mean(1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import arguments, stages
 from benchmarks.arguments import Periods
@@ -61,35 +62,82 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     return name
 
 
+def _count(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    what: str = "",
+    default: int | None = None,
+    metavar: str = "N",
+    nargs: str | None = None,
+) -> None:
+    """Add an option that takes a whole number above 0, or several; its help ends with the default, if one is given."""
+    said = what if default is None else _with_default(what)
+    parser.add_argument(flag, type=arguments.positive_int, default=default, metavar=metavar, nargs=nargs, help=said)
+
+
+def _seed(parser: argparse.ArgumentParser, what: str = "of weights and batches") -> None:
+    parser.add_argument("--seed", type=arguments.seed, default=0, help=_with_default(what))
+
+
+def _switch(parser: argparse.ArgumentParser, flag: str, what: str) -> None:
+    parser.add_argument(flag, action="store_true", help=what)
+
+
+def _threads(parser: argparse.ArgumentParser) -> None:
+    """Add the threads of a benchmark that leaves their number to torch."""
+    _count(parser, "--threads", "CPU threads (default: torch's)")
+
+
+def _out(parser: argparse.ArgumentParser, default: str, what: str = "") -> None:
+    parser.add_argument("--out", type=Path, default=Path(default), help=_with_default(what))
+
+
+def _mnist_folder(parser: argparse.ArgumentParser, otherwise: str = "from the hub") -> None:
+    parser.add_argument("--data-dir", type=Path, help=f"folder of MNIST's parquet files (default: {otherwise})")
+
+
+def _data_folder(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the folder that has a folder for each data set."""
+    parser.add_argument("--data-dir", type=Path, metavar="PATH", help=f"{what} (default: from the hub)")
+
+
+def _some_of(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    names: Sequence[str],
+    metavar: str,
+    what: str = "some of",
+    all_of_them: str = "all",
+    **more: Any,
+) -> None:
+    """Add an option that takes some of ``names``, and all where it is left out."""
+    said = f"{what} {', '.join(names)} (default: {all_of_them})"
+    parser.add_argument(flag, **{"nargs": "+", "default": names, **more}, choices=names, metavar=metavar, help=said)
+
+
+def _problems(
+    parser: argparse.ArgumentParser, names: Sequence[str], default: Sequence[str], of_default: str = ""
+) -> None:
+    """Add the problems as words without a flag; ``of_default`` says more of those that are taken if there is none."""
+    said = f"some of {', '.join(names)} (default: {', '.join(default)}{of_default})"
+    parser.add_argument("problems", nargs="*", type=_one_of(names), default=list(default), metavar="PROBLEM", help=said)
+
+
+def _with_default(what: str) -> str:
+    return f"{what} (default: %(default)s)" if what else "default: %(default)s"
+
+
 def _of_a_study(parser: argparse.ArgumentParser, trials: int, seeds: int, steps: str, out: str) -> None:
     """Add the arguments of every command that makes studies; `steps` says what that number is."""
-    count = arguments.positive_int
-    parser.add_argument(
-        "--trials", type=count, default=trials, metavar="N", help="settings tried of each (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seeds", type=count, default=seeds, metavar="N", help="repeats of the best trial (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--search-seed",
-        type=arguments.seed,
-        default=0,
-        metavar="N",
-        help="of the settings to try (default: %(default)s)",
-    )
-    parser.add_argument("--steps", type=count, metavar="N", help=steps)
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="PATH",
-        help="folder with folders mnist and cifar10 of parquet files and tinyshakespeare of input.txt "
-        "(default: from the hub)",
-    )
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path(out), help="folder for runs, PNG and JSON (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="small models, few steps and trials: shows that it runs")
+    _count(parser, "--trials", "settings tried of each", trials)
+    _count(parser, "--seeds", "repeats of the best trial", seeds)
+    search_seed = _with_default("of the settings to try")
+    parser.add_argument("--search-seed", type=arguments.seed, default=0, metavar="N", help=search_seed)
+    _count(parser, "--steps", steps)
+    _data_folder(parser, "folder with folders mnist and cifar10 of parquet files and tinyshakespeare of input.txt")
+    _count(parser, "--threads", "CPU threads", 1)
+    _out(parser, out, "folder for runs, PNG and JSON")
+    _switch(parser, "--quick", "small models, few steps and trials: shows that it runs")
 
 
 def _of_rounds(parser: argparse.ArgumentParser, pairs: Sequence[Periods], rounds: int, out: str) -> None:
@@ -102,56 +150,28 @@ def _of_rounds(parser: argparse.ArgumentParser, pairs: Sequence[Periods], rounds
         metavar="FACTOR,INVERSE",
         help=f"steps between statistics and between refreshes (default: {' '.join(map(str, pairs))})",
     )
-    parser.add_argument(
-        "--repeats", type=arguments.positive_int, default=rounds, metavar="N", help="rounds (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=Path(out), help="JSON file (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, an eighth of the batch: shows that it runs, not what it costs"
-    )
+    _count(parser, "--repeats", "rounds", rounds)
+    _out(parser, out, "JSON file")
+    _switch(parser, "--quick", "one round, an eighth of the batch: shows that it runs, not what it costs")
 
 
 def _of_runs(parser: argparse.ArgumentParser, out: str) -> None:
     """Add the arguments of every command that trains problems of `compare` at a few rates."""
-    parser.add_argument(
-        "--steps", type=arguments.positive_int, metavar="N", help="of a run (default: the problem's own)"
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="PATH",
-        help="folder with folders as of compare (default: from the hub)",
-    )
-    parser.add_argument(
-        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder for JSON (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="small models, few steps, one rate each: shows that it runs"
-    )
+    _count(parser, "--steps", "of a run (default: the problem's own)")
+    _data_folder(parser, "folder with folders as of compare")
+    _count(parser, "--threads", "CPU threads", 1)
+    _out(parser, out, "folder for JSON")
+    _switch(parser, "--quick", "small models, few steps, one rate each: shows that it runs")
 
 
 def _of_problems(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "problems",
-        nargs="*",
-        type=_one_of(PROBLEMS),
-        default=["digits"],
-        metavar="PROBLEM",
-        help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
-    )
+    _problems(parser, PROBLEMS, ["digits"], ", no download")
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:
     _of_problems(parser)
-    parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        choices=CONTESTANTS,
-        metavar="OPTIMIZER",
-        help=f"some of {', '.join(CONTESTANTS)} (default: all)",
-    )
-    parser.add_argument("--list", action="store_true", help="show the problems and the search spaces, and run nothing")
+    _some_of(parser, "--optimizers", CONTESTANTS, "OPTIMIZER", default=None)
+    _switch(parser, "--list", "show the problems and the search spaces, and run nothing")
     parser.add_argument(
         "--trials-of",
         type=Path,
@@ -164,13 +184,8 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 def _scoreboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reports", nargs="+", type=Path, metavar="JSON", help="of compare")
     parser.add_argument("--to", metavar="OPTIMIZER", help="that sets the targets (default: SGD, and the best baseline)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("scoreboard.png"),
-        metavar="PNG",
-        help="of the profile (default: %(default)s)",
-    )
+    default = Path("scoreboard.png")
+    parser.add_argument("--out", type=Path, default=default, metavar="PNG", help=_with_default("of the profile"))
 
 
 def _batch_size(parser: argparse.ArgumentParser) -> None:
@@ -178,58 +193,34 @@ def _batch_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--problem", type=problem, default="mnist-mlp", metavar="PROBLEM", help="of compare (default: mnist-mlp)"
     )
-    parser.add_argument(
-        "--batch-sizes",
-        nargs="+",
-        type=arguments.positive_int,
-        metavar="N",
-        help=f"default: {' '.join(map(str, BATCH_SIZES))}",
-    )
-    parser.add_argument(
-        "--examples",
-        type=arguments.positive_int,
-        metavar="N",
-        help=f"that a run sees at least (default: {EXAMPLES}, with --quick {QUICK_EXAMPLES}, none with --steps)",
-    )
+    _count(parser, "--batch-sizes", f"default: {' '.join(map(str, BATCH_SIZES))}", nargs="+")
+    otherwise = f"default: {EXAMPLES}, with --quick {QUICK_EXAMPLES}, none with --steps"
+    _count(parser, "--examples", f"that a run sees at least ({otherwise})")
     steps = "of a run at least (default: the problem's own), more where it is to see --examples"
     _of_a_study(parser, trials=8, seeds=3, steps=steps, out="batch-size-results")
 
 
 def _quickstart(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", choices=DATASETS, default="digits", help="default: digits, no download")
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
-    parser.add_argument("--epochs", type=arguments.positive_int, metavar="N", help="default: tuned to the data set")
+    _mnist_folder(parser)
+    _count(parser, "--epochs", "default: tuned to the data set")
     parser.add_argument("--setting", choices=SETTINGS, default="default", help="of K-FAC (default: its defaults)")
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument(
-        "--threads",
-        type=arguments.positive_int,
-        default=1,
-        metavar="N",
-        help="CPU threads (default: 1, small matrices)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("quickstart-results"), help="folder for PNG and JSON (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="one learning rate each, few epochs: shows that it runs")
+    _seed(parser)
+    threads = "CPU threads (default: 1, small matrices)"
+    parser.add_argument("--threads", type=arguments.positive_int, default=1, metavar="N", help=threads)
+    _out(parser, "quickstart-results", "folder for PNG and JSON")
+    _switch(parser, "--quick", "one learning rate each, few epochs: shows that it runs")
 
 
 def _defaults(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "problems",
-        nargs="*",
-        type=_one_of(DEFAULTS_PROBLEMS),
-        metavar="PROBLEM",
-        default=list(WITHOUT_DOWNLOAD),
-        help=f"some of {', '.join(DEFAULTS_PROBLEMS)} (default: {', '.join(WITHOUT_DOWNLOAD)}, no download)",
-    )
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: %(default)s)")
+    _problems(parser, DEFAULTS_PROBLEMS, WITHOUT_DOWNLOAD, ", no download")
+    _seed(parser)
     _of_runs(parser, "defaults-results")
 
 
 def _averaging(parser: argparse.ArgumentParser) -> None:
     _of_problems(parser)
-    parser.add_argument("--seeds", type=arguments.positive_int, default=3, metavar="N", help="default: 3")
+    _count(parser, "--seeds", default=3)
     _of_runs(parser, "averaging-results")
 
 
@@ -249,93 +240,41 @@ def _range_test(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="folder of what compare has left of tuned runs (default: the results that come with the benchmarks)",
     )
-    parser.add_argument("--seeds", type=arguments.positive_int, default=1, metavar="N", help="default: 1")
+    _count(parser, "--seeds", default=1)
     _of_runs(parser, "range-test-results")
 
 
 def _pinn(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "problems",
-        nargs="*",
-        type=_one_of(PINN_PROBLEMS),
-        default=["poisson-2d"],
-        metavar="PROBLEM",
-        help=f"some of {', '.join(PINN_PROBLEMS)} (default: poisson-2d)",
-    )
-    parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        choices=PINN_CONTESTANTS,
-        default=PINN_CONTESTANTS,
-        metavar="OPTIMIZER",
-        help=f"some of {', '.join(PINN_CONTESTANTS)} (default: all)",
-    )
-    parser.add_argument("--list", action="store_true", help="show the problems and the settings, and run nothing")
+    _problems(parser, PINN_PROBLEMS, ["poisson-2d"])
+    _some_of(parser, "--optimizers", PINN_CONTESTANTS, "OPTIMIZER")
+    _switch(parser, "--list", "show the problems and the settings, and run nothing")
     parser.add_argument(
         "--seconds",
         type=arguments.positive_float,
         metavar="S",
         help="of the processor for a run, a third of them for a trial (default: the problem's own)",
     )
-    parser.add_argument(
-        "--seeds",
-        type=arguments.positive_int,
-        default=1,
-        metavar="N",
-        help="of weights, for repeats of the best trial (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("pinn-results"), help="folder for runs, PNG and JSON (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="few points, settings and steps: shows that it runs")
+    _count(parser, "--seeds", "of weights, for repeats of the best trial", 1)
+    _count(parser, "--threads", "CPU threads", 1)
+    _out(parser, "pinn-results", "folder for runs, PNG and JSON")
+    _switch(parser, "--quick", "few points, settings and steps: shows that it runs")
 
 
 def _cart_pole(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        choices=CART_POLE_CONTESTANTS,
-        default=CART_POLE_CONTESTANTS,
-        metavar="OPTIMIZER",
-        help=f"some of {', '.join(CART_POLE_CONTESTANTS)} (default: both)",
-    )
-    parser.add_argument("--list", action="store_true", help="show the settings, and run nothing")
-    parser.add_argument(
-        "--steps",
-        type=arguments.positive_int,
-        default=320_000,
-        metavar="N",
-        help="of the environment, after which a run ends; a trial after half of them (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=arguments.positive_int,
-        default=5,
-        metavar="N",
-        help="repeats of the best setting (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("cart-pole-results"),
-        help="folder for runs, PNG and JSON (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="two settings, one tuning seed: with few --steps, shows that it runs"
-    )
+    _some_of(parser, "--optimizers", CART_POLE_CONTESTANTS, "OPTIMIZER", all_of_them="both")
+    _switch(parser, "--list", "show the settings, and run nothing")
+    _count(parser, "--steps", "of the environment, after which a run ends; a trial after half of them", 320_000)
+    _count(parser, "--seeds", "repeats of the best setting", 5)
+    _count(parser, "--threads", "CPU threads", 1)
+    _out(parser, "cart-pole-results", "folder for runs, PNG and JSON")
+    _switch(parser, "--quick", "two settings, one tuning seed: with few --steps, shows that it runs")
 
 
 def _step_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="default: all")
     parser.add_argument("--device", type=arguments.device, default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
+    _threads(parser)
     _of_rounds(parser, [Periods(1, 1), Periods(1, 10), Periods(10, 100)], 3, "step-cost.json")
 
 
@@ -350,98 +289,64 @@ def _accelerator(parser: argparse.ArgumentParser) -> None:
         help="steps between statistics and between refreshes; the first pair has all variants "
         "(default: 10,100 1,10; with --quick 2,4 1,2)",
     )
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=LARGE_VARIANTS,
-        default=LARGE_VARIANTS,
-        metavar="NAME",
-        help=f"beside SGD: {', '.join(LARGE_VARIANTS)} (default: all)",
-    )
-    parser.add_argument(
-        "--representations",
-        nargs="*",
-        choices=REPRESENTATIONS,
-        default=REPRESENTATIONS,
-        metavar="NAME",
-        help=f"whose refresh is timed by itself: {', '.join(REPRESENTATIONS)} (default: all)",
-    )
-    parser.add_argument("--repeats", type=arguments.positive_int, default=3, metavar="N", help="rounds (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("accelerator.json"), help="JSON file (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="tiny models, one round: shows that it runs")
+    _some_of(parser, "--variants", LARGE_VARIANTS, "NAME", "beside SGD:")
+    _some_of(parser, "--representations", REPRESENTATIONS, "NAME", "whose refresh is timed by itself:", nargs="*")
+    _count(parser, "--repeats", "rounds", 3)
+    _out(parser, "accelerator.json", "JSON file")
+    _switch(parser, "--quick", "tiny models, one round: shows that it runs")
 
 
 def _preconditioning(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
-    parser.add_argument("--steps", type=arguments.positive_int, default=300, metavar="N", help="default: 300")
+    _mnist_folder(parser)
+    _count(parser, "--steps", default=300)
     parser.add_argument("--lr", type=arguments.positive_float, default=0.1, help="learning rate (default: 0.1)")
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("preconditioning.json"), help="JSON file (default: %(default)s)"
-    )
+    _seed(parser)
+    _threads(parser)
+    _out(parser, "preconditioning.json", "JSON file")
 
 
 def _autoencoders(parser: argparse.ArgumentParser) -> None:
     datasets = AUTOENCODER_DATASETS
     parser.add_argument("--dataset", choices=datasets, default="curves", help="default: curves, no download")
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        default=METHODS,
-        metavar="METHOD",
-        help=f"some of {', '.join(METHODS)} (default: all)",
-    )
-    parser.add_argument("--steps", type=arguments.positive_int, metavar="N", help="default: 100 (mnist), 200 (curves)")
-    parser.add_argument(
-        "--batch-size", type=arguments.positive_int, default=AUTOENCODER_BATCH, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("autoencoders-results"), help="folder for PNG and JSON (default: %(default)s)"
-    )
+    _mnist_folder(parser)
+    _some_of(parser, "--methods", METHODS, "METHOD")
+    _count(parser, "--steps", "default: 100 (mnist), 200 (curves)")
+    _count(parser, "--batch-size", default=AUTOENCODER_BATCH)
+    _seed(parser)
+    _threads(parser)
+    _out(parser, "autoencoders-results", "folder for PNG and JSON")
 
 
 def _refresh(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: random pixels)")
-    parser.add_argument("--batch-size", type=arguments.positive_int, default=512, metavar="N", help="default: 512")
-    parser.add_argument("--period", type=arguments.positive_int, default=20, metavar="N", help="inverse (default: 20)")
-    parser.add_argument("--repeats", type=arguments.positive_int, default=5, metavar="N", help="periods (default: 5)")
+    _mnist_folder(parser, "random pixels")
+    _count(parser, "--batch-size", default=512)
+    _count(parser, "--period", "inverse", 20)
+    _count(parser, "--repeats", "periods", 5)
     parser.add_argument("--lr", type=arguments.positive_float, default=0.3, help="of K-FAC (default: 0.3)")
     parser.add_argument("--sgd-lr", type=arguments.positive_float, default=3e-3, help="of SGD (default: 0.003)")
     parser.add_argument("--damping", type=arguments.positive_float, default=0.3, help="default: 0.3")
     parser.add_argument("--kl-clip", type=arguments.positive_float, default=0.1, help="default: 0.1")
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
+    _seed(parser)
     parser.add_argument("--device", type=arguments.device, default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument("--out", type=Path, default=Path("refresh"), help="folder (default: %(default)s)")
+    _threads(parser)
+    _out(parser, "refresh", "folder")
 
 
 def _distributed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=LARGE_WORKLOADS, help="default: %(default)s")
-    parser.add_argument(
-        "--ranks",
-        type=arguments.positive_int,
-        metavar="P",
-        help="processes to start where no launcher did (default: 2)",
-    )
-    parser.add_argument("--threads", type=arguments.positive_int, default=1, metavar="N", help="of a rank (default: 1)")
+    _count(parser, "--ranks", "processes to start where no launcher did (default: 2)", metavar="P")
+    _count(parser, "--threads", "of a rank", 1)
     _of_rounds(parser, [Periods(10, 100), Periods(1, 10)], 15, "distributed.json")
 
 
 def _statistics_workers(parser: argparse.ArgumentParser) -> None:
-    count, number = arguments.positive_int, arguments.positive_float
-    parser.add_argument(
-        "--dataset", choices=AUTOENCODER_DATASETS, default="curves", help="default: curves, no download"
-    )
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
-    parser.add_argument("--ranks", type=count, default=4, metavar="P", help="processes to start (default: 4)")
-    parser.add_argument("--workers", type=count, default=1, metavar="W", help="statistics workers (default: 1)")
-    parser.add_argument("--images", type=count, default=334, metavar="N", help="of a rank in a step (default: 334)")
-    parser.add_argument("--steps", type=count, default=200, metavar="N", help="default: 200")
+    datasets, number = AUTOENCODER_DATASETS, arguments.positive_float
+    parser.add_argument("--dataset", choices=datasets, default="curves", help="default: curves, no download")
+    _mnist_folder(parser)
+    _count(parser, "--ranks", "processes to start", 4, metavar="P")
+    _count(parser, "--workers", "statistics workers", 1, metavar="W")
+    _count(parser, "--images", "of a rank in a step", 334)
+    _count(parser, "--steps", default=200)
     parser.add_argument(
         "--periods",
         type=arguments.periods,
@@ -449,23 +354,22 @@ def _statistics_workers(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR,INVERSE",
         help="steps between statistics and between refreshes (default: 10,20)",
     )
-    parser.add_argument("--max-staleness", type=count, default=10, metavar="N", help="steps (default: 10)")
-    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns that are timed (default: 5)")
+    _count(parser, "--max-staleness", "steps", 10)
+    _count(parser, "--repeats", "turns that are timed", 5)
     parser.add_argument("--lr", type=number, default=0.1, help="learning rate (default: 0.1)")
     parser.add_argument("--damping", type=number, default=0.1, help="default: 0.1")
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of a rank (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("statistics-workers.json"), help="default: %(default)s")
+    _seed(parser)
+    _count(parser, "--threads", "of a rank", 1)
+    _out(parser, "statistics-workers.json")
 
 
 def _scaling(parser: argparse.ArgumentParser) -> None:
+    count, number = arguments.positive_int, arguments.positive_float
     parser.add_argument("--models", nargs="+", choices=PLANNED_MODELS, default=PLANNED_MODELS, help="default: all")
-    parser.add_argument(
-        "--ranks", type=arguments.positive_int, default=RANKS, nargs="+", metavar="N", help="default: 8 to 1024"
-    )
+    parser.add_argument("--ranks", type=count, default=RANKS, nargs="+", metavar="N", help="default: 8 to 1024")
     parser.add_argument(
         "--counted",
-        type=arguments.positive_int,
+        type=count,
         default=(8, 64, 1024),
         nargs="*",
         metavar="N",
@@ -473,7 +377,7 @@ def _scaling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bandwidths",
-        type=arguments.positive_float,
+        type=number,
         default=BANDWIDTHS,
         help="bytes per second of one rank (default: 3e9 12.5e9 50e9)",
         nargs="+",
@@ -481,71 +385,50 @@ def _scaling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--flop-rates",
-        type=arguments.positive_float,
+        type=number,
         default=FLOP_RATES,
         help="operations per second of one rank (default: 1e13 1e14)",
         nargs="+",
         metavar="N",
     )
-    parser.add_argument(
-        "--latency", type=arguments.positive_float, default=1e-5, metavar="S", help="of a message (default: 1e-5)"
-    )
+    parser.add_argument("--latency", type=number, default=1e-5, metavar="S", help="of a message (default: 1e-5)")
     parser.add_argument(
         "--solver-share",
-        type=arguments.positive_float,
+        type=number,
         default=0.1,
         metavar="X",
         help="rate of factorisations over that of products (default: 0.1)",
     )
     parser.add_argument(
-        "--periods", type=arguments.periods, default=arguments.Periods(10, 100), help="FACTOR,INVERSE (default: 10,100)"
+        "--periods", type=arguments.periods, default=Periods(10, 100), help="FACTOR,INVERSE (default: 10,100)"
     )
-    parser.add_argument("--out", type=Path, default=Path("scaling-results"), help="folder (default: %(default)s)")
+    _out(parser, "scaling-results", "folder")
 
 
 def _faults(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=arguments.positive_int, default=20, metavar="N", help="default: 20")
-    parser.add_argument(
-        "--ranks", type=arguments.positive_int, nargs="+", default=[2, 4, 1], metavar="N", help="default: 2 4 1"
-    )
-    parser.add_argument(
-        "--max-restarts", type=arguments.positive_int, default=1, metavar="N", help="of one torchrun (default: 1)"
-    )
-    parser.add_argument(
-        "--period", type=arguments.positive_int, default=5, metavar="N", help="steps between checkpoints (default: 5)"
-    )
+    count = arguments.positive_int
+    _count(parser, "--kills", default=20)
+    parser.add_argument("--ranks", type=count, nargs="+", default=[2, 4, 1], metavar="N", help="default: 2 4 1")
+    _count(parser, "--max-restarts", "of one torchrun", 1)
+    _count(parser, "--period", "steps between checkpoints", 5)
     parser.add_argument("--strategy", choices=STRATEGIES, default="sharded", help="default: sharded")
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of ranks and moments (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("faults.json"), help="default: %(default)s")
+    _seed(parser, "of ranks and moments")
+    _out(parser, "faults.json")
 
 
 def _mutants(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="MUTANT", help="some of them, by room or by room/name (default: all)"
     )
-    parser.add_argument(
-        "--random",
-        type=arguments.positive_int,
-        metavar="N",
-        help="draw so many from the code (default: those of tests/mutants)",
-    )
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of --random (default: %(default)s)")
-    parser.add_argument(
-        "--room-alone", action="store_true", help="run the tests of the mutant's room alone, which takes minutes"
-    )
-    parser.add_argument(
-        "--covering", action="store_true", help="run quick tests that execute the mutated line first (needs coverage)"
-    )
+    _count(parser, "--random", "draw so many from the code (default: those of tests/mutants)")
+    _seed(parser, "of --random")
+    _switch(parser, "--room-alone", "run the tests of the mutant's room alone, which takes minutes")
+    _switch(parser, "--covering", "run quick tests that execute the mutated line first (needs coverage)")
     parser.add_argument(
         "--tests", nargs="+", default=[], metavar="TEST", help="run these alone, slow ones too: files, or tests by name"
     )
-    parser.add_argument(
-        "--timeout",
-        type=arguments.positive_float,
-        default=1800.0,
-        metavar="S",
-        help="for one run of tests (default: %(default)s)",
-    )
+    timeout = _with_default("for one run of tests")
+    parser.add_argument("--timeout", type=arguments.positive_float, default=1800.0, metavar="S", help=timeout)
     parser.add_argument(
         "--out", type=Path, default=Path("mutants.json"), help="JSON file (default: %(default)s; --random: random.json)"
     )
@@ -560,9 +443,9 @@ def _everything(parser: argparse.ArgumentParser) -> None:
         "--skip", nargs="+", type=stages.matching, default=[], metavar="STAGE", help="leave these out, named alike"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: benchmarks/results)")
-    parser.add_argument("--data-dir", type=Path, metavar="PATH", help="folder as of compare (default: from the hub)")
-    parser.add_argument("--dry-run", action="store_true", help="show order, times, commands and what is up to date")
-    parser.add_argument("--table", action="store_true", help="write the table of benchmarks/README.md, and run nothing")
+    _data_folder(parser, "folder as of compare")
+    _switch(parser, "--dry-run", "show order, times, commands and what is up to date")
+    _switch(parser, "--table", "write the table of benchmarks/README.md, and run nothing")
 
 
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.harness import describe_machine, pin_threads, write_json
+from benchmarks.harness import describe_machine, leave, pin_threads
 from benchmarks.pde_problems import POINTS_SEED, PROBLEMS, PDEProblem, Points
 from benchmarks.pinn_contestants import CONTESTANTS, Contestant
 from benchmarks.plots import Image, plot_errors, plot_solutions
@@ -109,17 +109,13 @@ class Race:
         repeated = self._carry_out("repeats", repeats, console)
         report = self._report(tuned, repeated)
         console.print(best_table(report), result_table(report))
-        json_path, plot_path, picture_path = (
-            self._out / f"{self.name}{ending}" for ending in (".json", ".png", "-solution.png")
-        )
-        write_json(json_path, report, torch.device("cpu"))
-        plot_errors(report, plot_path)
-        console.print(f"Plot: {plot_path}. Figures: {json_path}")
+        console.print(leave(self._out, self.name, report, plot_errors))
         # What diverged or failed is no solution to look at.
         shown = {name: runs[0] for name, runs in repeated.items() if runs[0].ending is Ending.FINISHED}
         if self.problem.dimensions == 2 and shown:
-            self._picture(shown, picture_path)
-            console.print(f"Solutions: {picture_path}")
+            path = self._out / f"{self.name}-solution.png"
+            self._picture(shown, path)
+            console.print(f"Solutions: {path}")
 
     def _seconds(self, seed: int) -> float:
         return self.problem.seconds * (_TRIAL if seed == TUNING_SEED else 1.0)
@@ -215,7 +211,7 @@ class Race:
                     "lowest": Spread.of([each.lowest(_AIM) for each in repeated[name]]).as_json(),
                     "steps": Spread.of([each.readings[-1].steps for each in repeated[name]]).as_json(),
                     "arrivals": [Arrival.of(repeated[name], _AIM, Target("", target)).as_json() for target in TARGETS],
-                    "runs": [curve(each) for each in repeated[name]],
+                    "runs": [each.curve(training="loss", validation="error") for each in repeated[name]],
                 }
                 for name, contestant in self.contestants.items()
             ],
@@ -283,13 +279,6 @@ def train(
                 return False
         advance(took)
     return True
-
-
-def curve(run: Run) -> dict[str, Any]:
-    """A run with its readings by column, which is shorter."""
-    columns = {"steps": "steps", "seconds": "seconds", "loss": "training", "error": "validation"}
-    readings = {name: [getattr(reading, field) for reading in run.readings] for name, field in columns.items()}
-    return {"seed": run.seed, "ending": run.ending.value, "readings": readings}
 
 
 def network_name(problem: PDEProblem) -> str:

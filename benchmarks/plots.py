@@ -10,8 +10,7 @@ from typing import Any, Literal
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure  # bare: no display needed, and no global state as with pyplot
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from numpy import float64
 from numpy.typing import NDArray
@@ -37,7 +36,6 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
     """Milliseconds of every step, one panel for each variant; writes a PNG."""
     variants = report["variants"]
     figure = Figure(figsize=(10, 1.6 * len(variants)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(variants), 1, sharex=True, sharey=True)
     for panel, variant in zip(panels, variants, strict=True):
         milliseconds = [1e3 * second for repeat in variant["seconds"] for second in repeat]
@@ -71,7 +69,6 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
     Baselines are thin, the others thick. What is above the start is not shown: runs that diverge would fill the plot.
     """
     figure = Figure(figsize=(12, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, 2, sharey=True))
     aim = report["aim"]
     for each, quantity in zip(axes, ("steps", "seconds"), strict=True):
@@ -101,7 +98,6 @@ def plot_errors(report: Mapping[str, Any], path: Path) -> None:
     Baselines are thin, the others thick.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for number, optimizer in enumerate(report["optimizers"]):
         width = 1 if optimizer["baseline"] else 2.5
@@ -123,7 +119,6 @@ def plot_errors(report: Mapping[str, Any], path: Path) -> None:
 def plot_returns(report: Mapping[str, Any], path: Path) -> None:
     """Draw the mean return of the last episodes in each run of each optimizer against steps; writes a PNG."""
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for number, optimizer in enumerate(report["optimizers"]):
         for seed, run in enumerate(optimizer["runs"]):
@@ -149,7 +144,6 @@ def plot_solutions(learned: Mapping[str, Image], true: Image, labels: tuple[str,
         path: of the PNG.
     """
     figure = Figure(figsize=(10, 3 * len(learned)), layout="constrained")
-    FigureCanvasAgg(figure)
     rows = figure.subplots(len(learned), 3, sharex=True, sharey=True, squeeze=False)
     scale = {"vmin": true.min(), "vmax": true.max(), "cmap": "viridis"}
     for (name, solution), panels in zip(learned.items(), rows, strict=True):
@@ -182,7 +176,6 @@ def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
         path: of the PNG.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     reached = [factor for factors in slowdowns.values() for factor in factors if math.isfinite(factor)]
     end = 1.1 * max([*reached, 2.0])
@@ -209,7 +202,6 @@ def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
 def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
     """Above, steps to the target against batch size; below, the curves. Training left, validation right; a PNG."""
     figure = Figure(figsize=(12, 9), layout="constrained")
-    FigureCanvasAgg(figure)
     for column, measure in enumerate(report["measures"]):
         above = figure.add_subplot(2, 2, 1 + column)
         below = figure.add_subplot(2, 2, 3 + column)
@@ -269,7 +261,6 @@ def _draw_readings(axes: Axes, run: Mapping[str, Any], quantity: str, measure: s
 def _plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], value: str, title: str) -> tuple[Figure, list[Axes]]:
     """``value`` of the points of each run, by its label, against their ``steps`` and against their ``seconds``."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # no display needed, and no global state as with pyplot
     axes = list(figure.subplots(1, 2, sharey=True))
     for each, quantity in zip(axes, ("steps", "seconds"), strict=True):
         for label, points in runs.items():

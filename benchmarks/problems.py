@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from benchmarks.models import (
     ResNet20,
     UNet,
     VisionTransformer,
-    initialise_sparsely,
     mlp,
+    sparse_autoencoder,
 )
 from benchmarks.problem import Aim, Decay, FixedBatch, GrowingBatch, Problem
 from benchmarks.workloads import next_character_loss, reconstruction_loss
@@ -51,17 +50,6 @@ def _mnist_pixels(folder: Path | None) -> Examples:
     return read_pixels(images.train.inputs, images.validation.inputs)
 
 
-def _sparse_autoencoder(
-    widths: tuple[int, ...], activation: type[nn.Module], scale: float
-) -> Callable[[int], nn.Module]:
-    def make(pixels: int) -> nn.Module:
-        model = Autoencoder((pixels, *widths), activation)
-        initialise_sparsely(model, scale=scale)
-        return model
-
-    return make
-
-
 _CROSS_ENTROPY = MonteCarlo(nn.CrossEntropyLoss())
 PIXELS = MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES)
 _CHARACTERS = MonteCarlo(nn.CrossEntropyLoss(), class_dim=-1)
@@ -74,8 +62,8 @@ _MNIST_A = Problem(
     title="MNIST autoencoder 784-1000-500-250-30 and mirrored, logistic units, sparse initialisation",
     folder="mnist",
     load=_mnist_pixels,
-    model=_sparse_autoencoder((1000, 500, 250, 30), nn.Sigmoid, scale=1.0),
-    small_model=_sparse_autoencoder((20, 8), nn.Sigmoid, scale=1.0),
+    model=lambda pixels: sparse_autoencoder((pixels, 1000, 500, 250, 30), nn.Sigmoid, scale=1.0),
+    small_model=lambda pixels: sparse_autoencoder((pixels, 20, 8), nn.Sigmoid, scale=1.0),
     loss=reconstruction_loss,
     score=reconstruction_loss,
     units=_NATS,
@@ -161,8 +149,8 @@ PROBLEMS = {
         title="CURVES autoencoder 784-400-200-100-50-25-6 and mirrored, tanh units, sparse initialisation",
         folder=None,
         load=lambda _: read_pixels(curves(20_000, seed=0).inputs, curves(10_000, seed=1).inputs),
-        model=_sparse_autoencoder((400, 200, 100, 50, 25, 6), nn.Tanh, scale=TANH_SCALE),
-        small_model=_sparse_autoencoder((20, 6), nn.Tanh, scale=TANH_SCALE),
+        model=lambda pixels: sparse_autoencoder((pixels, 400, 200, 100, 50, 25, 6), nn.Tanh, scale=TANH_SCALE),
+        small_model=lambda pixels: sparse_autoencoder((pixels, 20, 6), nn.Tanh, scale=TANH_SCALE),
         full_batch_steps=100,
     ),
     "mnist-mlp": replace(
@@ -217,7 +205,7 @@ PROBLEMS = {
     "vit": replace(
         _RESNET,
         title="CIFAR-10, vision transformer of 4 layers and width 96",
-        model=lambda classes: VisionTransformer(classes),
+        model=VisionTransformer,
         small_model=lambda classes: VisionTransformer(classes, width=8, heads=2, layers=1),
     ),
     "scales": Problem(

@@ -1,7 +1,4 @@
-"""Where figures come from: the command and the commit that made a result, found without torch.
-
-Results that were made before commands recorded their commit have only what git knows of them, see `brought_by`.
-"""
+"""Where figures come from: the command and the commit that made a result, found without torch."""
 
 from __future__ import annotations
 
@@ -45,20 +42,6 @@ def commit() -> str | None:
     if not head:
         return None
     return head + (DIRTY if _git("status", "--porcelain", "--untracked-files=all", "--", *_CODE) else "")
-
-
-def brought_by(file: Path) -> tuple[str, str] | None:
-    """Return date and hash of the last commit that changed a file.
-
-    None without git, where the history is cut off, and where the file is not as it was committed.
-    """
-    if _git("rev-parse", "--is-shallow-repository") != "false" or _git("status", "--porcelain", "--", str(file)):
-        return None
-    found = _git("log", "-1", "--abbrev=7", "--format=%cs %h", "--", str(file))
-    if not found:
-        return None
-    date, _, name = found.partition(" ")
-    return date, name
 
 
 def _git(*words: str) -> str | None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from benchmarks import arguments, data, processes
 from benchmarks.data import ImageData
-from benchmarks.harness import pin_threads, write_json
+from benchmarks.harness import leave, pin_threads
 from benchmarks.models import mlp
 from benchmarks.plots import plot_training
 from benchmarks.settings import SETTINGS
@@ -150,10 +150,7 @@ def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
         "runs": [asdict(run) for run in runs],
         "best": [asdict(run) for run in best],
     }
-    json_path, plot_path = (args.out / f"{args.dataset}.{suffix}" for suffix in ("json", "png"))
-    write_json(json_path, report, torch.device("cpu"))
-    plot_training(report, plot_path)
-    console.print(f"Plot: {plot_path}. Figures: {json_path}")
+    console.print(leave(args.out, args.dataset, report, plot_training))
 
 
 def run_grids(

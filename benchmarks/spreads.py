@@ -1,4 +1,4 @@
-"""How far the repeats behind a result lie apart, read off its figures, so that old results have it as new ones do."""
+"""How far the repeats behind a result lie apart, read off its figures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ Groups = Iterator[tuple[str, Sequence[float]]]
 _SUMMARY = {"median", "low", "high"}
 _OPTIMIZERS = {"compare", "pinn", "cart-pole"}
 _ONE_SEED = {"quickstart", "defaults", "autoencoders", "preconditioning"}
-ROUNDS = {"step-cost", "distributed", "accelerator", "refresh", "statistics-workers"}
-"""Those that repeat what they time."""
+_ROUNDS = {"step-cost", "distributed", "accelerator", "refresh", "statistics-workers"}  # what they time
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Repeats:
 
 
 def repeats_of(report: Report) -> Repeats | None:
-    """Return the repeats behind a result; None where nothing is repeated, or where the result does not tell."""
+    """Return the repeats behind a result; None where nothing is repeated."""
     name = report.get("benchmark")
     if name in _OPTIMIZERS:
         count, of = len(report["optimizers"][0]["runs"]), "seeds"
@@ -53,7 +52,7 @@ def repeats_of(report: Report) -> Repeats | None:
         count, of = len(report["problems"][0]["recommended"]), "seeds"
     elif name in _ONE_SEED:
         count, of = 1, "seeds"
-    elif name in ROUNDS and "repeats" in report:
+    elif name in _ROUNDS:
         count, of = report["repeats"], "rounds"
     else:
         return None

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LEFT_OUT = ("accelerator", "scoreboard", "everything")
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -30,7 +30,7 @@ from benchmarks import processes
 from benchmarks.arguments import Periods, UsageError
 from benchmarks.autoencoders import PROBLEMS
 from benchmarks.harness import pin_threads, write_json
-from benchmarks.models import Autoencoder, initialise_sparsely
+from benchmarks.models import sparse_autoencoder
 from benchmarks.problems import PIXELS, TANH_SCALE
 from benchmarks.variants import NEVER
 from benchmarks.workloads import reconstruction_loss
@@ -213,9 +213,7 @@ class _Trainer:
 
 def _model(choices: Choices) -> nn.Module:
     torch.manual_seed(choices.seed)
-    model = Autoencoder(PROBLEMS[choices.dataset].widths, nn.Tanh)
-    initialise_sparsely(model, scale=TANH_SCALE)
-    return model
+    return sparse_autoencoder(PROBLEMS[choices.dataset].widths, nn.Tanh, TANH_SCALE)
 
 
 def _optimizer(model: nn.Module, choices: Choices, config: DistributedConfig) -> KFACOptimizer:

@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,12 @@ class Run:
         """Return the seconds to the target, infinite if the run misses it."""
         reading = self.first(aim, target)
         return math.inf if reading is None else reading.seconds
+
+    def curve(self, **names: str) -> dict[str, Any]:
+        """Return the run with its readings by column, which is shorter; some columns may have other ``names``."""
+        columns = [column.name for column in fields(Reading)]
+        readings = {names.get(name, name): [getattr(each, name) for each in self.readings] for name in columns}
+        return {"seed": self.seed, "ending": self.ending.value, "readings": readings}
 
 
 Runs = dict[str, list[Run]]

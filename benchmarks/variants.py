@@ -35,7 +35,7 @@ class Variant:
         model: nn.Module,
         loss: Callable[[nn.Module, Tensor, Tensor], Tensor],
         make: Callable[[nn.Module], Optimizer],
-        periods: Periods | None = None,
+        periods: Periods | None,
     ) -> None:
         self.model = copy.deepcopy(model)
         self.loss = loss

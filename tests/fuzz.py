@@ -79,7 +79,7 @@ def look_again(counts: dict[str, Any]) -> None:
 
 def run(cases: int, out: Path, seconds: float) -> dict[str, Any]:
     """Take the kinds in turn until there are `cases` in all, or the seconds are over; write the counts as they come."""
-    made = made_by({}, torch.device("cpu"))
+    made = made_by(torch.device("cpu"))
     counts = {**counts_of(out), **{name: made[name] for name in ("machine", "date", "commit")}}
     start, worked = time.monotonic(), time.process_time()
     begun = counts["seconds"], counts["processor seconds"]

@@ -25,7 +25,7 @@ def counted(ranks: int, exchange: Exchange, shapes: list[tuple[int, int]] = EQUA
         Covered(LayerSpec(f"l{i}", ("weight", "bias"), inputs + 1, outputs), Cholesky(), 1)
         for i, (inputs, outputs) in enumerate(shapes)
     ]
-    return count(list(layers), ranks, rank % ranks, Sharded(), COST, exchange=exchange)
+    return count(list(layers), ranks, rank % ranks, Sharded(), COST, exchange=exchange, periods=(10, 100))
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
