@@ -5,7 +5,7 @@ one row do not import each other; `tests/test_architecture.py` holds them to it.
 
     utils, linalg, specs                  tools around torch; matrix functions; what a layer is, and what is kept of it
     factors, taylor                       second moments of a layer's inputs and output gradients, averaged; derivatives
-                                          of a model by its inputs, carried through its forward
+                                          of a model with respect to its inputs, carried through its forward
     inverses, capture                     inverses of the factors, one kind per file; what hooks record in a step
     layers, fisher                        how each kind of layer becomes second moments; which output gradients make G
     blocks                                which layers of a model are preconditioned, their state, and checkpoints of it

@@ -127,7 +127,7 @@ class Metrics(dict[str, float]):
         if self._fetch is None:
             return
         for name, number in self._fetch().items():
-            if dict.get(self, name) is _UNREAD:  # else the user has changed it
+            if dict.get(self, name) is _UNREAD:  # otherwise the user has changed it
                 dict.__setitem__(self, name, number)
         self._fetch = None
 
@@ -275,7 +275,7 @@ def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict
 
 def _record(block: KFACBlock, owners: tuple[int, ...]) -> BlockRecord:
     spec = block.spec
-    on_meta = block.params[0].is_meta  # else these are another rank's
+    on_meta = block.params[0].is_meta  # otherwise these are another rank's
     return BlockRecord(
         name=block.name,
         layer=type(block.uses[0].module).__name__,

@@ -153,12 +153,13 @@ class KFACOptimizer(JoinableOptimizer):
             default one if there is a process group of several ranks. False has every rank precondition by its own
             batch alone, for ranks that train a model of their own each.
         maximize: whether to ascend instead of descend (group).
-        foreach: as in `optim.SGD` (group).
-        fused: as in `optim.SGD` (group). If it is True, on an accelerator, on one process and without a `GradScaler`,
-            the host waits for nothing in a step that neither takes statistics nor refreshes. The fused kernels then
-            decide whether the gradients are finite; a step that they do not take counts as one for the periods, and
-            `nonfinite_limit` is looked at when the host waits next. On a CPU, parameters of 16 bits with 8 elements
-            or more go by the loop all the same, because torch's fused kernel there leaves most of them where they are.
+        foreach: the option `foreach` of `optim.SGD` (group).
+        fused: the option `fused` of `optim.SGD` (group). If it is True, on an accelerator, on one process and without a
+            `GradScaler`, the host waits for nothing in a step that neither takes statistics nor refreshes. The fused
+            kernels then decide whether the gradients are finite; a step that they do not take counts as one for the
+            periods, and `nonfinite_limit` is looked at when the host waits next. On a CPU, parameters of 16 bits with 8
+            elements or more go by the loop all the same, because torch's fused kernel there leaves most of them where
+            they are.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -505,7 +506,7 @@ class KFACOptimizer(JoinableOptimizer):
 
         Args:
             residual: a tensor, the examples along its first dimension; or a distribution that the loss is computed of.
-            weight: of the term in the loss as it is backpropagated, a `GradScaler`'s scale included.
+            weight: the weight of the term in the loss as it is backpropagated, a `GradScaler`'s scale included.
 
         Raises:
             TypeError: a kind of distribution that is not known, or `estimate` names no loss.
@@ -576,7 +577,7 @@ class KFACOptimizer(JoinableOptimizer):
         return diagnostics.summary(self._binding.coverage, self._names(), self._params(), owners, plain)
 
     def plan(self) -> Plan | None:
-        """Return who does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.
+        """Return which rank does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.
 
         None on one process, and before the first step. Experts of `DistributedConfig(experts=...)` are not in it.
         """
@@ -741,7 +742,7 @@ class KFACOptimizer(JoinableOptimizer):
             self._warnings.warm_start(keeps_momentum=not self._choices.step_size.directs_all)
         if incoming.averages and self._choices.average is None:
             self._warnings.averages_left(shown=averaging.shows_averages(incoming.averages))
-        if not self._executor.several:  # else it may be that another rank has it
+        if not self._executor.several:  # otherwise another rank may have it
             checkpoint.warn_of_missed(incoming.missed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

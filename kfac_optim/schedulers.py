@@ -54,7 +54,7 @@ class HyperparameterScheduler:
     scheduler that is built anew takes the first group's base value for it.
 
     Args:
-        optimizer: whose groups have the number.
+        optimizer: the optimizer whose groups have the number.
         key: `"damping"`, `"kl_clip"`, `"factor_decay"`, `"factor_update_period"`, `"inverse_update_period"`, or
             any other number of the groups.
         factor: multiplier of the base value at a step (an int from 0), or a list or tuple with one per group.

@@ -39,7 +39,7 @@ def diagnose(history: History) -> list[str]:
     """Say what is wrong in a run, with what was seen and the remedy; an empty list if nothing is.
 
     It reads the last 100 records, and takes no step. One record, `diagnose([optimizer.metrics()])`, tells counts (but
-    for skipped steps) and shares of parameters; what holds for most steps wants 10 records and more.
+    for skipped steps) and shares of parameters; what holds for most steps needs 10 records and more.
 
     Args:
         history: what `optimizer.metrics()` returned from the beginning of the run, or pairs `(step, metrics)`; plain
@@ -60,8 +60,8 @@ def plot(history: History, path: str | os.PathLike[str]) -> Any:
     """Draw damping, trust region, cosine, condition numbers and skipped steps over the run into a file.
 
     Args:
-        history: as of `diagnose`; what it has none of is left out.
-        path: of the file; its ending says which format, `.png`, `.pdf` or `.svg`.
+        history: the history of the run, as for `diagnose`; what it has none of is left out.
+        path: the path of the file; its ending says which format, `.png`, `.pdf` or `.svg`.
 
     Returns:
         The `matplotlib.figure.Figure`, to change and save again.

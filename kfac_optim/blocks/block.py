@@ -49,7 +49,7 @@ class LayerUse:
 
     Attributes:
         module: the module.
-        adapter: of its family.
+        adapter: the adapter of its family.
         spec: the matrix as this module sees it.
         opposed: whether that is the transpose of the block's.
     """
@@ -87,14 +87,14 @@ class KFACBlock:
         inverse: representation of the inverse curvature.
         groups: the optimizer's param group of each parameter; the first one's damping, decay and periods are
             the block's.
-        factor_dtype: of the factors; None is the parameter's, but at least float32.
+        factor_dtype: the dtype of the factors; None is the parameter's, but at least float32.
         subsample: which rows make the statistics.
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
         measured_here: whether this process takes its statistics.
         echoes: whether an earlier rank sees the same examples and takes their statistics, which would count twice.
         phase: when refreshes are due, as a part of the period, in [0, 1).
-        state: of `inverse`.
+        state: the state of `inverse`.
         waiting: rows of this step whose moments are computed with those of other blocks, by `folding.sum_rows`.
         under_way: the refresh that is under way, if any; a new state has none. Setting it to None drops the refresh.
         check: whether the captured calls account for the gradient; begins again with the state.
@@ -285,7 +285,7 @@ class KFACBlock:
         """Forget all statistics.
 
         Args:
-            step: where the clock stands now; None lets it go on.
+            step: the step at which the clock stands now; None lets it go on.
         """
         self.clock = Clock(step=self.clock.step if step is None else step)
         self.silent, self._without = 0, None

@@ -67,7 +67,7 @@ class Assembly:
     """Holds what every block of one model is made from.
 
     Attributes:
-        names: of the model's modules.
+        names: the names of the model's modules.
         group_of: the param group of each parameter.
         options: the user's choices.
         existing: blocks that are kept where they would be built again.
@@ -159,8 +159,8 @@ def build(
     """Return the block of one matrix, or None if the structure leaves nothing to precondition with.
 
     Args:
-        assembly: as for every block.
-        uses: of the matrix.
+        assembly: what every block of the model is made from.
+        uses: the uses of the matrix.
         specs: the matrix as each of `uses` sees it.
         opposed: whether each sees the transpose of what the first sees.
 

@@ -142,7 +142,7 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
     """Copy into `block`; without factors its statistics start from zero at the next step, without a state all does.
 
     Args:
-        block: to copy into.
+        block: the block to copy into.
         state: what `dump` gave.
         several: whether there are other processes.
     """

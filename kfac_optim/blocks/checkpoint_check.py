@@ -103,7 +103,7 @@ def check_layers(
     """Raise ValueError, naming layers, unless the states, whose forms were checked, fit the blocks.
 
     Args:
-        blocks: of this optimizer.
+        blocks: the blocks of this optimizer.
         states: what the checkpoint holds for each, None where it holds nothing.
         strays: names of layers in the checkpoint that belong to no block.
         of_found: how many models were found, where none was given. Names may then differ by a prefix, as of a model

@@ -25,7 +25,7 @@ _SGD = ("lr", "momentum", "dampening", "weight_decay")
 
 
 class Origin(Enum):
-    """Says who has written a checkpoint."""
+    """Says which optimizer has written a checkpoint."""
 
     OURS = "KFACOptimizer"
     SGD = "torch.optim.SGD"
@@ -41,8 +41,8 @@ def check_repeats(numbers: Sequence[Hashable], params: Sequence[nn.Parameter]) -
     """Raise ValueError where a checkpoint lists a parameter twice that is listed once here, or the other way round.
 
     Args:
-        numbers: of the checkpoint's parameters.
-        params: ours, as many.
+        numbers: the numbers of the checkpoint's parameters.
+        params: the optimizer's parameters, as many.
     """
     places: dict[Hashable, int] = {}
     here: dict[nn.Parameter, int] = {}
@@ -114,7 +114,7 @@ def completed(saved: Sequence[Group], present: Sequence[Group], keys: Sequence[s
         saved: the checkpoint's.
         present: the optimizer's, as many; of a checkpoint of SGD they keep what SGD has not.
         keys: the numbers that our param groups have.
-        whose: checkpoint it is.
+        whose: the optimizer that has written the checkpoint.
 
     Raises:
         ValueError: a number is missing, of another kind or out of range.
@@ -191,9 +191,9 @@ def check_parameter_state(state: object, param: nn.Parameter, name: str, *, cove
     """Raise ValueError unless what a checkpoint holds for a parameter, beside its block, is a dict that fits it.
 
     Args:
-        state: what it holds.
+        state: what the checkpoint holds.
         param: the parameter.
-        name: of the parameter.
+        name: the name of the parameter.
         covered: whether it belongs to a block, and so has no sparse gradients.
     """
     if not isinstance(state, Mapping):

@@ -20,12 +20,12 @@ class Incoming:
     """Holds a checkpoint that is about to be loaded, or none.
 
     Attributes:
-        states: what it holds for blocks.
-        marks: of the layers that were left to SGD.
+        states: what the checkpoint holds for blocks.
+        marks: the marks of the layers that were left to SGD.
         warm: whether it is a checkpoint of SGD, so that blocks begin from zero.
         unread: parameters of which it has only the momentum, as saved by this package: perhaps their statistics had no
             place to be read into, because their layers were not known yet.
-        averages: what it holds of the averages of parameters, which torch would cast to their dtype.
+        averages: what the checkpoint holds of the averages of parameters, which torch would cast to their dtype.
         missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """
 
@@ -52,7 +52,7 @@ def read(
         state_dict: the checkpoint.
         groups: the optimizer's param groups.
         keys: the numbers that they have.
-        binding: of the optimizer's model.
+        binding: the binding of the optimizer's model.
         check_groups: refuses groups that do not go together.
         several: whether there are other processes.
 
@@ -106,7 +106,7 @@ def _incoming(
     strays = [state for param, state in states.items() if not (param in firsts or _awaits(binding, param))]
     leaving = [block for block in binding.coverage.blocks if block.params[0] in marks]
     has_stepped = any(says_something(state.get(MOMENTUM)) for state in held.values())
-    if of_blocks or has_stepped or binding.given:  # else it was saved before the model was found
+    if of_blocks or has_stepped or binding.given:  # otherwise it was saved before the model was found
         checkpoint_check.check_layers(
             [*blocks, *leaving],
             [of_blocks.get(block.params[0]) for block in (*blocks, *leaving)],

@@ -44,7 +44,7 @@ _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 class DerivativeUses:
-    """Computes products so that all their derivatives are noted, once a model is differentiated by its inputs.
+    """Computes products with all their derivatives noted, once a model is differentiated with respect to its inputs.
 
     Args:
         window: takes the statistics.
@@ -100,7 +100,7 @@ class DerivativeUses:
         Args:
             product: the product.
             known: the same in terms of the optimizer's parameters.
-            block: whose matrix it is.
+            block: the block whose matrix it is.
             opposed: whether it is with the transpose.
         """
         adds_bias = not opposed and len(block.params) > 1 and known.bias is block.params[1]
@@ -179,12 +179,12 @@ class _Notes:
 
     Attributes:
         window: takes the calls.
-        watch: of the weight.
-        block: whose matrix it is.
+        watch: the watch of the weight.
+        block: the block whose matrix it is.
         root: the forward of the model.
         opposed: whether the forward multiplies by the transpose of the block's matrix.
         adds_bias: whether the block's bias is added to the product.
-        of_function: what the adapter wants to know of the call.
+        of_function: what the adapter needs to know of the call.
         is_derived: whether the uses are those that derivatives of the forward make.
         depth: how many dimensions of `torch.vmap` stand before those of the layer.
         is_single: whether the layer was handed an example without a batch dimension, as in a `torch.vmap` over them.

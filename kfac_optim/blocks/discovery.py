@@ -212,7 +212,7 @@ def _adapter_for(
     owned: Mapping[str, nn.Parameter],
     options: BlockOptions,
 ) -> tuple[LayerAdapter[Any] | None, str]:
-    """Return the adapter of `module` if it can be used, else None and the reason."""
+    """Return the adapter of `module` if it can be used, otherwise None and the reason."""
     if (skipped := _skipped(names, path, options)) is not None:
         return None, skipped
     scripted = [around for around, parent in names.lineage(path) if isinstance(parent, torch.jit.ScriptModule)]

@@ -63,8 +63,8 @@ def fold_all(
 
     Args:
         blocks: the blocks.
-        count: as of `KFACBlock.fold`.
-        gradient_scale: as of `KFACBlock.fold`.
+        count: the terms of the loss.
+        gradient_scale: what output gradients are multiplied by.
         tell: tells blocks what other ranks have counted, with these arguments, once the sums are complete.
     """
     for block in blocks:

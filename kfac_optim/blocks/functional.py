@@ -89,7 +89,7 @@ class FunctionalUses(ForwardListener, GraphUses):
         """Take these for the blocks from now on; those count whose matrix is a weight or its transpose.
 
         Args:
-            blocks: of the model.
+            blocks: the blocks of the model.
             candidates: parameters that may be claimed.
             owners: modules with parameters that only functions show; they are looked into also when they run outside
                 a forward of the model: by themselves, or again within backward.
@@ -324,7 +324,7 @@ class FunctionalUses(ForwardListener, GraphUses):
 def _may_follow() -> bool:
     """Return whether a product may be computed by another function than the user's.
 
-    Checkpointing without reentrance runs a forward again, outside of all modes, and wants the graph to save as many
+    Checkpointing without reentrance runs a forward again, outside of all modes, and needs the graph to save as many
     tensors as before.
     """
     return torch.is_grad_enabled() and not saved_tensors_are_hooked()

@@ -372,7 +372,7 @@ class ModelBinding:
 
     def _begin(self, block: KFACBlock) -> None:
         """Bring the clock of a new block to the time, and give it what a checkpoint holds for it."""
-        if block.clock.step == 0:  # else the periods of a layer that comes late would begin at other steps
+        if block.clock.step == 0:  # otherwise the periods of a layer that comes late would begin at other steps
             block.began = max([self._window.step, *(other.clock.step for other in self.coverage.blocks)])
             block.clock.advance(block.began)
         self._restore_waiting(block)

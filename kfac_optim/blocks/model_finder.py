@@ -19,7 +19,7 @@ class ModelFinder:
     model that already ran inside a compiled function calls no modules there, and is never found.
 
     Args:
-        params: to look for.
+        params: the parameters to look for.
         found: is called with such a module and its arguments, at each of its calls; a bound method, held weakly.
         under_way: whether a forward of a known model is running, whose inner modules are of no interest.
     """
@@ -41,7 +41,7 @@ class ModelFinder:
         """Look for these parameters instead.
 
         Args:
-            params: to look for.
+            params: the parameters to look for.
             stays: whether to be removed late, if ever: then other modules are to notice little of it, graphs nothing.
         """
         self._params = set(params)

@@ -178,7 +178,7 @@ class Stacks:
 
         Args:
             blocks: the same at every step, or stacks are made anew.
-            tensors: of each block, one for each parameter.
+            tensors: the tensors of each block, one for each parameter.
 
         Yields:
             The numbers of some blocks, a state for all of them, and their matrices, `[groups, out, in]` of a single one
@@ -284,8 +284,8 @@ def _precondition_stack(
 
     Args:
         block: the first of the blocks.
-        state: of all of them, stacked.
-        grads: of each parameter, one for each block.
+        state: the state of all of them, stacked.
+        grads: the gradients of each parameter, one for each block.
 
     Returns:
         The parts of each parameter, as `apart` gives them.
@@ -304,8 +304,8 @@ def _together(block: KFACBlock, tensors: Sequence[tuple[Tensor, ...]], dtype: to
 
     Args:
         block: the first of the blocks.
-        tensors: of each parameter, one for each block.
-        dtype: of the result.
+        tensors: the tensors of each parameter, one for each block.
+        dtype: the dtype of the result.
     """
     stacks = [torch.stack(of_param).to(dtype) for of_param in tensors]
     if not _is_one_matrix(block):

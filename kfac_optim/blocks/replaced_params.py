@@ -13,7 +13,7 @@ def refuse_stand_ins(names: ModuleNames, params: Iterable[nn.Parameter]) -> None
     """Raise RuntimeError if the optimizer was handed what FSDP2 has gathered for a forward.
 
     Args:
-        names: of the model's parameters.
+        names: the names of the model's parameters.
         params: those of the optimizer.
     """
     held = names.parameters()

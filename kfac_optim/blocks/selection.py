@@ -94,7 +94,7 @@ class Choice(Generic[V]):
         argument: name of the constructor argument, for messages.
         value: one value, or the mapping.
         kinds: classes of a value.
-        default: for layers that no pattern of the mapping matches.
+        default: the value for layers that no pattern of the mapping matches.
     """
 
     def __init__(self, argument: str, value: V | Mapping[Pattern, V], kinds: tuple[type, ...], default: V) -> None:

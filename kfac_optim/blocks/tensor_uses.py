@@ -64,7 +64,7 @@ class TensorUses:
 
         Args:
             product: what was made.
-            output: of the function.
+            output: the output of the function.
             in_place: whether the output is an argument of the function, which cannot be replaced.
 
         Returns:
@@ -98,10 +98,10 @@ class TensorUses:
         Once a layer was seen to make such a call itself its calls are not noted here any more: it notes them.
 
         Args:
-            function: that was called.
-            args: with these.
-            kwargs: and these.
-            output: gave this.
+            function: the function that was called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            output: what it returned.
 
         Returns:
             What stands for the output from now on.

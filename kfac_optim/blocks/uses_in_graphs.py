@@ -19,7 +19,7 @@ class GraphUses(ABC):
     """Knows how functions use weights, and the numbers by which graphs know the weights.
 
     Attributes:
-        number: by which graphs ask for it.
+        number: the number by which graphs ask for it.
     """
 
     def __init__(self) -> None:

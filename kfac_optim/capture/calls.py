@@ -11,7 +11,7 @@ call's gradient is the running sum, and what was counted for the earlier sum is 
 A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a forward that never gets a
 backward is freed with it. It drops the input as soon as it has committed, and takes no hold of the gradient: that would
 have a step's memory grow by all output gradients. Only where the graph is retained, so that another backward may come,
-it keeps the gradient, and the input where its statistics want that, until the window closes in `step()`. Compiled
+it keeps the gradient, and the input where its statistics need that, until the window closes in `step()`. Compiled
 graphs hand the input over with the gradient and hold no call: the window does, for two steps, see `graph_calls.py`.
 """
 
@@ -189,12 +189,12 @@ class ForwardCall:
     """Is called as a hook on one output of a layer, and commits the call when a backward reaches the weight.
 
     Args:
-        ledger: that the call may come to stand in; held weakly, as is `watch`.
+        ledger: the ledger that the call may come to stand in; held weakly, as is `watch`.
         watch: the layer.
         root: the forward of the model that it is part of; None outside of any.
-        examples: that the layer was handed; None for a single one without a batch dimension.
+        examples: how many examples the layer was handed; None for a single one without a batch dimension.
         layer_input: None in a compiled graph, which hands it over with each gradient; `open` takes it as well then.
-        training: as in `LayerCall`, as are `context` and `term`.
+        training: whether the layer is in training mode; `context` and `term` are those of `LayerCall`.
     """
 
     __slots__ = (

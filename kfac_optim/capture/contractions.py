@@ -26,10 +26,10 @@ class TensorProduct(NamedTuple):
 
     Attributes:
         weight: the parameter.
-        shape: as the function saw it, without dimensions of size one.
+        shape: its shape as the function saw it, without dimensions of size one.
         sides: which dimensions of `shape` number groups, outputs and inputs.
         input: what was multiplied.
-        input_order: what it is permuted by, to be `[*groups, *rows, *inputs]`, where it may have no groups.
+        input_order: what `input` is permuted by, to be `[*groups, *rows, *inputs]`, where it may have no groups.
         input_shape: `(groups or 1, batch, shared, in)`.
         order: what the output is permuted by, to be `[*groups, *rows, *outputs]`.
         first: number of the first group that was used.
@@ -68,8 +68,8 @@ class Source(NamedTuple):
 
     Attributes:
         weight: the parameter.
-        shape: of all that is in the parameter, without dimensions of size one.
-        dims: of each dimension of the matrix its number in `shape`; None for one of size one.
+        shape: the shape of all that is in the parameter, without dimensions of size one.
+        dims: the number in `shape` of each dimension of the matrix; None for one of size one.
         first: number of the first group, where it is some of `shape[0]`.
         partial: whether the matrix has some of `shape[0]`, or (by `ids`) anything of it.
         ids: what was gathered along `shape[0]`.
@@ -163,7 +163,7 @@ def contract(
     Args:
         rows: what is multiplied.
         row_labels: its dimensions.
-        source: of the weight.
+        source: the source of the weight.
         labels: the weight's dimensions.
         out_labels: the output's dimensions.
         numbering: labels of groups, also where all of these have the same rows.

@@ -5,7 +5,8 @@ class CriterionCalls:
     """Counts the calls of the criterion since the last step or dropped gradient.
 
     Attributes:
-        terms: of the loss, one for each call in order, or None where none was made of it; empty where no choice asks.
+        terms: the terms of the loss, one for each call in order, or None where none was made of it; empty where no
+            choice asks.
     """
 
     def __init__(self) -> None:

@@ -128,7 +128,8 @@ def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transpose
     None as well where a parameter is multiplied: its rows are no examples, and their gradients are of the whole batch.
     """
     origin = layer_input if isinstance(layer_input, nn.Parameter) else layer_input._base
-    if isinstance(origin, nn.Parameter) and layer_input.numel() <= origin.numel():  # else it is expanded to the batch
+    # A tensor of more elements than the parameter is one that was expanded to the batch.
+    if isinstance(origin, nn.Parameter) and layer_input.numel() <= origin.numel():
         return None
     if isinstance(matrix, nn.Parameter):
         return Product(matrix, layer_input, bias, transposed) if matrix.dim() == 2 else None
@@ -290,8 +291,8 @@ def substitute(
     What a replacement calls is not replaced again, so it may call `f` itself.
 
     Args:
-        window: that hooks the module.
-        module: whose forward, and all inside it, is affected.
+        window: the window that hooks the module.
+        module: the module whose forward, and all inside it, is affected.
         table: torch function → replacement, called with the same arguments.
         wanted: asked before each forward; where it says no nothing is replaced.
     """

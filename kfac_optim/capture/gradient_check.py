@@ -7,9 +7,9 @@ parameter, clipping, unscaling or a reduction over ranks; and `Σ g zᵀ` of the
 differ, part of the gradient came by a way that nobody has seen, whatever that way is, and the block is not
 preconditioned.
 
-One difference is none: the gradient of a penalty on the weights themselves. It has no examples behind it, and so no
-part in the Fisher; it is preconditioned with the rest. The usual ones are recognised: multiples of `W`, of `sign W` and
-of `W Wᵀ W`, which squares, absolute values and deviations from orthogonality give.
+One difference does not count: the gradient of a penalty on the weights themselves. It has no examples behind it, and
+so no part in the Fisher; it is preconditioned with the rest. The usual ones are recognised: multiples of `W`, of
+`sign W` and of `W Wᵀ W`, which squares, absolute values and deviations from orthogonality give.
 """
 
 import math
@@ -93,7 +93,7 @@ class GradientCheck:
 
         Args:
             params: what backward accumulates into, in the order of the block's parameters.
-            dtype: in which the sides are compared.
+            dtype: the dtype in which the sides are compared.
         """
         if self._directions is not None:
             return

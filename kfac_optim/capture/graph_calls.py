@@ -44,7 +44,7 @@ class GraphCalls:
 
     Attributes:
         tape: writes the operators into graphs.
-        anchor: where passes of an estimate end; None where there are none. See `graph_ops`.
+        anchor: the place where passes of an estimate end; None where there are none. See `graph_ops`.
     """
 
     def __init__(self, ledger: Ledger, roots: Roots, probe: ScaleProbe, forward_began: Callable[[bool], None]) -> None:

@@ -4,7 +4,7 @@
 stands there as one of few operators, and the work behind them is Python as in eager mode: `begin` and `end` of a
 forward of the model, `note` of a layer's call, and `commit`, inside backward, of its input and output gradient. Each
 of those in the forward changes a token, so that the compiler neither drops them nor changes their order; `commit` hands
-the gradient on, so that whoever needs it needs the operator. On steps without statistics none of them is traced, and
+the gradient on, so that what needs it needs the operator. On steps without statistics none of them is traced, and
 the graph is the model's own; but for a summed loss, whose terms count at every step: there `run` stands for the forward
 of the model, and `commit` for a backward that has come to its output.
 
@@ -56,9 +56,9 @@ class Tape:
     """Writes the operators of one listener into graphs.
 
     Attributes:
-        number: by which operators find the listener.
-        token: of the operators in forward passes, `[]`.
-        anchor: with respect to which an estimate runs passes of its own, `[]`; None where there are no such passes.
+        number: the number by which operators find the listener.
+        token: the tensor that the operators in forward passes change, `[]`.
+        anchor: the leaf with respect to which an estimate runs passes of its own, `[]`; None where there are none.
     """
 
     def __init__(self, listener: GraphListener) -> None:

@@ -25,9 +25,9 @@ class LayerWatch:
         verify: receives a call with the gradient of one backward alone, to be compared with what that backward adds to
             `.grad`; None for a backward that reaches the weight through a call of which nothing is known any more.
         sharded: the weight, where it is kept in shards; the ledger tells.
-        number: of the watch, in compiled graphs.
-        node: of autograd, which accumulates the weight's gradient, as last looked up; operators of compiled graphs
-            cannot look it up.
+        number: the number of the watch, in compiled graphs.
+        node: the node of autograd that accumulates the weight's gradient, as last looked up; operators of compiled
+            graphs cannot look it up.
     """
 
     weight: nn.Parameter

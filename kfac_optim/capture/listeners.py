@@ -38,7 +38,7 @@ class TermObserver(Protocol):
 
 
 class ForwardListener:
-    """Hears of the model's forwards while they run. This one wants to hear nothing; subclasses say what they want.
+    """Hears of the model's forwards while they run. This one needs to hear nothing; subclasses say what they need.
 
     Attributes:
         mode: the mode that forwards of the model run in when `begin_forward` says so, and in graphs that capture.
@@ -49,7 +49,7 @@ class ForwardListener:
     def begin_forward(self) -> bool:
         """Note that a forward of the model begins outside of graphs; return whether it is to run in the mode.
 
-        If not, no layer that is watched wants its calls in this forward to be captured.
+        If not, no layer that is watched needs its calls in this forward to be captured.
         """
         return False
 

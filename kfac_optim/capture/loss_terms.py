@@ -50,7 +50,7 @@ class RootCall:
         counted_in: number of the window that counted it last.
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
-        number: of the forward among those since the last step.
+        number: the number of the forward among those since the last step.
         by_criterion: whether what the criterion reads was computed from it, so that its own output does not count.
         is_mapped: whether the outermost `torch.vmap` at work in it runs over what the model was handed.
     """
@@ -103,7 +103,7 @@ class Observation:
     """Stands for a tensor that the training loop has said to be a term of the loss.
 
     Attributes:
-        forwards: of the model, from which it was computed.
+        forwards: the forwards of the model from which it was computed.
         arrived: whether a backward has come to it.
     """
 
@@ -175,8 +175,8 @@ class LossTally:
             layer: identity of the layer.
             root: the call of the model that the layer was part of, or what an earlier backward through the layer's call
                 returned; None outside of any.
-            examples: that the layer was handed; None for a single one without a batch dimension.
-            shape: of the layer's output.
+            examples: how many examples the layer was handed; None for a single one without a batch dimension.
+            shape: the shape of the layer's output.
             backward: number of the backward that is running.
             made_in: number of the backward in which the layer was called, as where a checkpoint computes it again; -1
                 outside of any.

@@ -122,7 +122,7 @@ class OutputPass:
     It counts the terms of a summed loss on the steps without statistics, when no layer tells.
 
     Args:
-        ledger: is held weakly.
+        ledger: the ledger; held weakly.
         root: the forward.
     """
 

@@ -139,7 +139,7 @@ class LayerHook:
 
 
 def _is_differentiated(inputs: Any) -> bool:
-    """Return whether a derivative with respect to the model's inputs is to be expected: one is a leaf that wants it."""
+    """Return whether a derivative with respect to the model's inputs is to be expected: one is a leaf that needs it."""
     leaves = _tensors(inputs)
     return any(leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
@@ -195,7 +195,7 @@ class _RootHooks:
                 window.estimate(root, window.roots.take_expected(), output)
                 window.await_sum(root, output)
                 return
-        if not in_function_transform():  # else the batch is not seen here, but by the layers
+        if not in_function_transform():  # otherwise the batch is not seen here, but by the layers
             root.terms = read_terms(window.rule, (args, kwargs), output)
         window.await_sum(root, output)
         if root.recomputes and torch.is_grad_enabled():

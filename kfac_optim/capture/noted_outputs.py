@@ -1,8 +1,8 @@
 """Calls within `torch.func` of layers whose output is a sum of parts of their weight alone.
 
 An embedding looks rows of its weight up, and a parameter may be added: how the output depends on the weight does not
-change with what the model is differentiated by. So derivatives of the model use the weight through this one output,
-whatever their order, and the gradient of it is all there is to note (compare `weight_uses`).
+change with what the model is differentiated with respect to. So derivatives of the model use the weight through this
+one output, whatever their order, and the gradient of it is all there is to note (compare `weight_uses`).
 """
 
 import weakref
@@ -30,9 +30,9 @@ def note_lookup(window: CaptureWindow, watch: LayerWatch, ids: Tensor, output: T
     Args:
         window: takes the call.
         watch: the weight.
-        ids: of the rows, integers.
+        ids: the ids of the rows, integers.
         output: the rows, that nothing was made of yet.
-        training: as in `LayerCall`.
+        training: whether the layer is in training mode.
 
     Returns:
         What stands for `output` from now on.

@@ -33,7 +33,7 @@ class ScaleChange(NamedTuple):
     """Says what gradients were multiplied by.
 
     Attributes:
-        scale: by a change of the loss's scale, which the output gradients behind `G` share.
+        scale: the factor by which the loss's scale has changed, which the output gradients behind `G` share.
         is_doubtful: whether more was done to them than clipping is likely to do, and nothing shows what.
         known: the scale that the last step without clipping has shown, at most 1.
     """

@@ -40,7 +40,7 @@ class MatrixMap(WeightMap):
     """Multiplies `[..., in]` by the weight.
 
     Attributes:
-        transposes: whether the weight is `[in, out]`, or else `[out, in]`.
+        transposes: whether the weight is `[in, out]`; otherwise it is `[out, in]`.
     """
 
     transposes: bool
@@ -68,12 +68,12 @@ class ConvolutionMap(WeightMap):
 
     Attributes:
         space: sizes of the input in space.
-        stride: along each dimension of space, as are `padding`, `dilation` and `output_padding`.
-        padding: by zeros, on both sides.
-        dilation: of the kernel.
+        stride: the stride along each dimension of space, as are `padding`, `dilation` and `output_padding`.
+        padding: the zeros that are added on both sides.
+        dilation: the dilation of the kernel.
         transposed: whether it is a transposed convolution.
-        output_padding: of a transposed convolution.
-        groups: of channels.
+        output_padding: what a transposed convolution adds to the size of its output.
+        groups: the number of groups of channels.
     """
 
     space: tuple[int, ...]

@@ -12,7 +12,7 @@ derivative with respect to its input is `BackwardUse`, and `BackwardUse`, whose 
 `torch.func` a use is carried through the transforms; below all of them it meets plain tensors, where it is noted, and
 where the training loop's own backward comes to it. Each `torch.vmap` has put a dimension before the others. Where the
 outermost runs over what the model is handed, that dimension is the batch: what does not depend on the example, such as
-the unit vectors of `torch.func.jacrev`, is first expanded to all of them. Else the model is handed the batch.
+the unit vectors of `torch.func.jacrev`, is first expanded to all of them. Otherwise the model is handed the batch.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class UseNotes(Protocol):
 
     @property
     def batch_dim(self) -> int:
-        """Give the dimension of the batch, behind those of `torch.vmap` if none of these runs over the examples."""
+        """Give the dimension of the batch, after those of `torch.vmap` if none of these runs over the examples."""
 
     def below_vmap(self) -> "UseNotes":
         """Return what takes notes of the use below a `torch.vmap`, which has put its dimension first."""

@@ -57,7 +57,7 @@ class CaptureWindow(Ledger):
             is minimised is the negative of the backward's; if they differ, a term counts by its absolute value.
         source: the number of the process whose examples this one sees, also for those that draw random numbers.
         graphs: what compiled graphs tell.
-        outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.
+        outside: is called as a layer runs outside of any forward of the model; None where nobody needs to know.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -106,7 +106,7 @@ class CaptureWindow(Ledger):
         """
         hooks = LayerHooks(self._hooks, module, before, after, self.idle)
         self._hooks.append(hooks)
-        self.idle.on = False  # the layer may want the very forward that has just shown it
+        self.idle.on = False  # the layer may need the very forward that has just shown it
         hooks.on()
         return hooks
 
@@ -124,9 +124,9 @@ class CaptureWindow(Ledger):
 
         Args:
             watch: the layer.
-            layer_input: as `LayerCall.input` will hand it over.
+            layer_input: the input as `LayerCall.input` will hand it over.
             output: non-leaf, or a leaf that stands for it in the graph.
-            examples: that the layer was handed; None for a single one without a batch dimension.
+            examples: how many examples the layer was handed; None for a single one without a batch dimension.
             training: whether the layer is in training mode.
             context: becomes `LayerCall.context`.
 
@@ -169,15 +169,15 @@ class CaptureWindow(Ledger):
         examples: int | None,
         training: bool = True,
     ) -> Noted:
-        """Note one of several uses of a weight in and behind a forward, which is part of a graph already.
+        """Note one of several uses of a weight, in a forward or in its derivatives, that is part of a graph already.
 
         Args:
             watch: the weight.
             tensor: what is multiplied by it, or by its transpose.
             root: the forward of the model that it is part of, or derived from.
             context: becomes `LayerCall.context`.
-            examples: as of `note`.
-            training: as of `note`.
+            examples: how many examples there are, as in `note`.
+            training: whether the layer is in training mode.
         """
         if not watch.weight.requires_grad or not watch.wanted():
             return None, None

@@ -1,6 +1,6 @@
 """Small factors are folded in batches, as the fold of one takes longer to launch than to compute.
 
-It is `FactorPair.fold` of each, bit for bit. The averages of all factors lie one behind the other in one tensor for
+It is `FactorPair.fold` of each, bit for bit. The averages of all factors lie one after the other in one tensor for
 that, and so do the sums, so that few calls serve all shapes.
 """
 
@@ -63,9 +63,9 @@ def fold_together(shapes: Sequence[Sequence[FactorPair]], loss_terms: float, dec
 
     Args:
         shapes: pairs of one shape each, at least one, of which each has a factor.
-        loss_terms: as there, a number.
-        decay: as there.
-        loss_scale: as there, a number.
+        loss_terms: the loss terms `M`, a number.
+        decay: what the old averages are multiplied by.
+        loss_scale: the loss scale, a number.
     """
     for portion in _portions(shapes):
         _fold_portion(portion, loss_terms, decay, loss_scale)
@@ -127,8 +127,8 @@ class _Side:
     """Holds one factor of each of n pairs, and the sums of this step in a row; nothing where that is the identity.
 
     Attributes:
-        factors: those of one shape behind one another.
-        mass: of all factors, `[n]`; their own stay as they are until `fold`.
+        factors: all of these factors, those of one shape next to one another.
+        mass: the masses of all factors, `[n]`; their own stay as they are until `fold`.
     """
 
     def __init__(self, shapes: Sequence[Sequence[Factor | None]]) -> None:

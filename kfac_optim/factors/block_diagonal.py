@@ -14,9 +14,9 @@ def cut(tensor: Tensor, axis: int, blocks: int) -> Tensor:
     """Cut `[1, …, d, …]` into `[blocks, …, ⌈d / blocks⌉, …]`, consecutive parts of one axis, the last filled by zeros.
 
     Args:
-        tensor: of one group.
-        axis: counted from the end, so below 0.
-        blocks: how many.
+        tensor: the tensor, of one group.
+        axis: the axis to cut, counted from the end, so below 0.
+        blocks: how many blocks.
     """
     if blocks == 1:
         return tensor
@@ -49,13 +49,13 @@ def matrix_of_layer(matrix: Tensor, spec: LayerSpec) -> Tensor:
 def level_padding(moment: Tensor, dim: int) -> Tensor:
     """Put the mean of the diagonal where the last block, narrower than the others, has zeros on it; in place.
 
-    The zeros of the rows would else be eigenvalues that count in traces and mix with others that vanish. With the mean,
-    that of `dim` true ones, neither the mean nor the range of eigenvalues changes. It is linear in the moment, so sums
-    and averages keep it.
+    The zeros of the rows would otherwise be eigenvalues that count in traces and mix with others that vanish. With the
+    mean, that of `dim` true ones, neither the mean nor the range of eigenvalues changes. It is linear in the moment, so
+    sums and averages keep it.
 
     Args:
         moment: `[blocks, width, width]`, or its diagonal `[blocks, width]`.
-        dim: of the whole factor.
+        dim: the width of the whole factor.
     """
     diagonal, missing = _padded_diagonal(moment, dim)
     if missing:

@@ -26,12 +26,12 @@ _CHUNK = 2**24
 def rows_of_examples(gradient: Tensor, examples: int) -> Tensor | None:
     """Return which rows of a layer belong to each example, `[examples, rows]`; None where that cannot be told.
 
-    Where the loss reads some of the batch, these are the rows that have a gradient, in their order; else the rows of an
-    example lie together.
+    Where the loss reads some of the batch, these are the rows that have a gradient, in their order; otherwise the rows
+    of an example lie together.
 
     Args:
-        gradient: at the layer, `[batch, …]`.
-        examples: of the loss.
+        gradient: the gradient at the layer, `[batch, …]`.
+        examples: how many examples the loss has.
     """
     batch = gradient.shape[0] if gradient.dim() > 1 else 1
     if batch == examples:
@@ -48,7 +48,7 @@ class ExampleRows:
 
     Attributes:
         examples: how many there are; None is the fewest rows of any use, as some uses have several for an example.
-        residual: as in `LayerCall`.
+        residual: `s` `[examples]`, as in `LayerCall`.
         uses: `z` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]` of each use; the batch is a
             multiple of the examples, whose rows lie together.
         layer: its name, for messages.
@@ -169,8 +169,8 @@ class JointStatistics(LayerStatistics):
     Args:
         spec: the block.
         terms: rows of each term.
-        dtype: of the moments.
-        term: as of `LayerStatistics`, where each term has factors of its own.
+        dtype: the dtype of the moments.
+        term: the number of the term, as in `LayerStatistics`, where each term has factors of its own.
     """
 
     def __init__(self, spec: LayerSpec, terms: Iterable[ExampleRows], dtype: torch.dtype, term: int) -> None:
@@ -228,7 +228,7 @@ class JointStatistics(LayerStatistics):
         return total
 
     def _moment(self, structure: Structure | Sketched, side: int) -> tuple[Tensor, Tensor]:
-        """Return `R` (side 0) or `L` (side 1) in the structure that is wanted, and the traces of its groups."""
+        """Return `R` (side 0) or `L` (side 1) in the structure that is asked for, and the traces of its groups."""
         moment: Tensor | None = None
         traces = torch.zeros(())
         blocks = self._spec.blocks(side)

@@ -51,9 +51,9 @@ class Factor:
         mass: `[]`, or `[groups, 1]` of their own; on the factor's device so that refusing a sample needs no host
             synchronisation.
         pending: raw sum since the last fold, or None: of a dense factor `[groups, d, d]`, of which a triangle counts,
-            else shaped like `packed`.
-        elsewhere: of the whole, where another rank merges it; the average is then this rank's share, and not solved for
-            here. It is no part of checkpoints, as every merge sends it again.
+            otherwise shaped like `packed`.
+        elsewhere: the trace and mass of the whole average, where another rank merges it; the one here is then this
+            rank's share, and not solved for here. It is no part of checkpoints, as every merge sends it again.
     """
 
     __slots__ = ("dim", "elsewhere", "mass", "packed", "pending", "structure")
@@ -164,7 +164,7 @@ class Factor:
         self.take(scale, accept, gain_of(self.mass, mass, decay, accept))
 
     def take(self, scale: float | Tensor, accept: Tensor, gain: Tensor) -> None:
-        """Take the sum of this step into the average by a gain that is known; else as `fold` does."""
+        """Take the sum of this step into the average by a gain that is known, and otherwise do as `fold` does."""
         assert self.pending is not None
         sample = pack_triangle(self.pending).mul_(scale) if self._is_dense else self.pending * scale
         sample = sample.to(self.dtype).masked_fill_(~accept, 0)
@@ -248,9 +248,9 @@ def gain_of(held: Tensor, mass: float | Tensor, decay: float, accept: Tensor) ->
 
     Args:
         held: the mass of the average, which is brought up to date in place; masses of several averages may be stacked.
-        mass: of the sample.
-        decay: as of `Factor.fold`.
-        accept: as of `Factor.fold`.
+        mass: the mass of the sample.
+        decay: the decay, as for `Factor.fold`.
+        accept: whether the sample is accepted, as for `Factor.fold`.
     """
     weight = mass * accept.to(held.dtype)
     held.mul_(decay).add_(weight)

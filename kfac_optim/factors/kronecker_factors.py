@@ -24,9 +24,9 @@ class FactorPair:
         rows: rows accumulated since the last fold: of all groups, or of each `[groups]`; a tensor, `[]` at least, where
             only the device knows how many count.
         trace: `LayerStatistics.trace` of the pending sum of `A`; None of a plain sum.
-        everywhere: what `counts` of all ranks add up to, where they tell each other in this step; else None.
+        everywhere: what `counts` of all ranks add up to, where they tell each other in this step; otherwise None.
         refused: non-finite samples refused so far, `[]` int64.
-        refused_in_a_row: since the last that was accepted, `[]` int64.
+        refused_in_a_row: non-finite samples refused since the last that was accepted, `[]` int64.
     """
 
     __slots__ = ("_layer", "_masses", "_traces", "a", "everywhere", "g", "refused", "refused_in_a_row", "rows", "trace")

@@ -31,14 +31,15 @@ class LayerCall:
     training: bool = True
     """Whether the layer was in training mode in its forward."""
     context: tuple[int, ...] = ()
-    """What the adapter that noted the call wants back."""
+    """What the adapter that noted the call needs back."""
     in_operator: bool = False
     """Whether an operator of a compiled graph hands it over, within which autograd tells nothing of parameters."""
     reach: Tensor | None = None
     """Shaped as the gradient, and not zero in the rows that any of several gradients comes to; None for a lone one."""
     term: int = 0
     """Which term of the loss the gradient comes from. Terms are calls of the criterion, in their order since the last
-    step; or forwards of the model, where no criterion was seen and the model is differentiated by its inputs; else 0.
+    step; or forwards of the model, where no criterion was seen and the model is differentiated with respect to its
+    inputs; otherwise 0.
     """
     column: int = 0
     """Which of several gradients of one term it is."""

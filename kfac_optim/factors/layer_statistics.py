@@ -44,8 +44,8 @@ class UnitRows(ABC):
 
     Attributes:
         count: how many rows the call had; they count if any of them has a gradient that is not exactly zero.
-        weight: as of `FewRows`.
-        stream: as of `FewRows`.
+        weight: how many rows of the call each stands for, as in `FewRows`.
+        stream: the stream that the copies are made in, as in `FewRows`.
     """
 
     count: int
@@ -72,7 +72,7 @@ class UnitRows(ABC):
         """Compute the moments of calls that are alike.
 
         Returns:
-            `LayerStatistics.output_moment` of each, one behind the other, without the weight; and whether its rows
+            `LayerStatistics.output_moment` of each, one after the other, without the weight; and whether its rows
             count, `[calls]` bool.
         """
 
@@ -182,7 +182,7 @@ class LayerStatistics(ABC):
         Args:
             a_basis: eigenvectors as columns, `[groups, in, in]` or of one group; None for the standard basis.
             g_basis: eigenvectors over `out`, in the same form.
-            dtype: of the bases, the computation and the result.
+            dtype: the dtype of the bases, the computation and the result.
             per_example: whether n runs over examples, or else over their positions too.
         """
         a, g = (rows.to(dtype) for rows in self.rows())

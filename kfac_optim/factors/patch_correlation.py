@@ -102,8 +102,8 @@ class _Phases:
 
     Attributes:
         patches: their channels are `(channel, *phase)`, phases being the remainders of places divided by the stride.
-        phases: how many along each dimension of space.
-        kernel: of the strided convolution.
+        phases: how many phases there are along each dimension of space.
+        kernel: the sizes of the strided convolution's kernel.
     """
 
     patches: Patches
@@ -247,8 +247,8 @@ def _subtract_borders(blocks: Tensor, patches: Patches, axis: int) -> None:
 
     Args:
         blocks: `[groups, *kernel, *kernel, C, C]`.
-        patches: at stride 1.
-        axis: of space.
+        patches: the patches, at stride 1.
+        axis: the dimension of space whose borders are meant.
     """
     size, kernel, dilation = patches.features.shape[2 + axis], patches.kernel[axis], patches.dilation[axis]
     firsts = [_at_borders(kernel, dilation, patches.zeros[axis], size, apart) for apart in range(kernel)]

@@ -18,11 +18,11 @@ class Patches:
 
     Attributes:
         features: `[batch, channels, *space]`.
-        zeros: around them along each dimension of space, before and after; not below 0.
+        zeros: how many zeros are put around them along each dimension of space, before and after; not below 0.
         kernel: its size along each dimension of space.
-        stride: of the positions.
-        dilation: of the kernel.
-        groups: into which the channels fall.
+        stride: the stride of the positions along each dimension of space.
+        dilation: the dilation of the kernel along each dimension of space.
+        groups: how many groups the channels fall into.
     """
 
     features: Tensor
@@ -61,7 +61,7 @@ class Patches:
         """Return canonical rows `[groups, batch, positions, width]`.
 
         Args:
-            positions: of each example those that are wanted, `[batch, wanted]`, counted along the last dimension of
+            positions: the positions to take of each example, `[batch, wanted]`, counted along the last dimension of
                 space first; all where it is None. Only their patches are copied.
         """
         windows = self._windows()
@@ -124,7 +124,7 @@ class Patches:
     def sums(self, active: Tensor | None = None) -> Tensor:
         """Return each example's sum of its patches, or of those that `active` `[batch, positions]` marks.
 
-        What the others hold, be it not finite, does not matter.
+        What the others hold does not matter, even if it is not finite.
 
         Returns:
             `[groups, batch, width]`, at least float32: bfloat16 would stop counting at 256.

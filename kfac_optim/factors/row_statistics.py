@@ -36,7 +36,7 @@ class RowStatistics(CallRows):
     Args:
         spec: the layer.
         call: the call, in the layout of the module.
-        dtype: of the moments, and of the products that make them.
+        dtype: the dtype of the moments, and of the products that make them.
     """
 
     rows_suffice = False

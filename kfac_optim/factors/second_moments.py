@@ -33,12 +33,13 @@ def gram(
 
     Args:
         rows: `r`.
-        structure: what is wanted of it; of a sketch come the products and the trace, as `Factor` keeps them.
+        structure: what of it is returned; of a sketch these are the products and the trace, as `Factor` keeps them.
         active: `[batch, shared]` bool, the rows that count, or `[groups, batch, shared]` for those of each group; None
-            is all. What the others hold, be it not finite, does not matter. Groups with rows of their own may all have
-            one `r`.
-        constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made of
-            many rows: that would copy all others too, and leave rows of an odd length, which are slower to multiply.
+            is all. What the others hold does not matter, even if it is not finite. Groups with rows of their own may
+            all have one `r`.
+        constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None: no such column. It is not
+            made of many rows: that would copy all others too, and leave rows of an odd length, which are slower to
+            multiply.
     """
     whole = rows.shape[-1] + (constant is not None)
     if active is None and structure is Structure.DENSE and _feature_major(rows):
@@ -107,10 +108,10 @@ def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int) -
     """Return second moments of rows with a constant column behind them, `[groups, d + 1, d + 1]`.
 
     Args:
-        moment: of the rows, `[groups, d, d]`.
-        sums: of the rows, `[groups, d]`.
-        count: of the rows.
-        constant: 1 or 0.
+        moment: the second moments of the rows, `[groups, d, d]`.
+        sums: the sums of the rows, `[groups, d]`.
+        count: how many rows there are.
+        constant: what stands in that column, 1 or 0.
     """
     return _border(F.pad(moment, (0, 1, 0, 1)), sums, count, constant)
 
@@ -201,7 +202,7 @@ def mean_over_shared(rows: Tensor, active: Tensor | None) -> Tensor:
 
     Args:
         rows: `[groups, batch, shared, d]`.
-        active: as of `gram`.
+        active: the mask of the rows that count, as for `gram`.
     """
     if active is None:
         return rows.mean(2, keepdim=True)
@@ -223,13 +224,13 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def total(numbers: Tensor) -> int | Tensor:
-    """Return `Σ numbers`: at once on the host, else as a device scalar `[]`."""
+    """Return `Σ numbers`: at once on the host, otherwise as a device scalar `[]`."""
     summed = numbers.sum()
     return int(summed) if on_host(summed) else summed
 
 
 def number_of(active: Tensor) -> int | Tensor:
-    """Count the rows that `active` marks: of `[batch, shared]` as `total` does, else of each group, `[groups]`."""
+    """Count the rows that `active` marks: of `[batch, shared]` as `total` does, otherwise of each group, `[groups]`."""
     return active.sum((1, 2)) if active.dim() > 2 else total(active)
 
 

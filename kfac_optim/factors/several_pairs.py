@@ -119,8 +119,8 @@ class OpposedPair(SeveralPairs):
     units.
 
     Attributes:
-        own: of the calls that multiply by the matrix.
-        opposed: of those that multiply by its transpose; its `A` is on the side of `G`.
+        own: the pair of the calls that multiply by the matrix.
+        opposed: the pair of those that multiply by its transpose; its `A` is on the side of `G`.
     """
 
     __slots__ = ("opposed", "own")

@@ -39,7 +39,7 @@ class Subsample:
         positions: the most positions (time, space) of each of these; None is all. With `WeightSharing.REDUCE` and with
             `EKFAC(per_example=True)` it is refused: they square a sum over positions, of which a part, squared, is no
             unbiased estimate.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
         rows: no more examples than have so many positions between them, and at least one; None is no such bound.
 
     Raises:
@@ -89,7 +89,7 @@ class RowSample:
 
     Attributes:
         examples: `[examples]` int64, ascending.
-        positions: of each example, `[examples, positions]` int64, ascending; None for all.
+        positions: the positions of each example, `[examples, positions]` int64, ascending; None for all.
         weight: how many rows of the call each stands for.
     """
 

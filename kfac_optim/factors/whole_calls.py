@@ -12,8 +12,10 @@ def whole_call(call: LayerCall, weight: Tensor) -> LayerCall:
     """Return a call as all ranks of its layer's mesh together have made it; a collective, where they have cut it.
 
     Args:
-        call: as it is on this rank; of a layer that is cut, its input and gradients are DTensors where they are cut.
-        weight: that forwards multiply by, `[out, in]`; a DTensor over one mesh dimension where the layer is cut.
+        call: the call as it is on this rank; of a layer that is cut, its input and gradients are DTensors where they
+            are cut.
+        weight: the weight that forwards multiply by, `[out, in]`; a DTensor over one mesh dimension where the layer is
+            cut.
     """
     if not is_sharded(weight):
         return call

@@ -43,8 +43,8 @@ class CriterionTerms:
 
     Args:
         window: takes the statistics; held weakly.
-        likelihood: of the loss.
-        vectors: as of `ExtraBackward`, as are `several` and `seed`.
+        likelihood: the likelihood of the loss.
+        vectors: returns the gradients of single terms; `several` and `seed` are as in `ExtraBackward`.
 
     Attributes:
         remembers: whether the calls of a step are kept for `changes`.
@@ -111,7 +111,7 @@ class CriterionTerms:
         """Return how residuals change, `[examples]` for each term and column, as `SampleSpace.acceleration` reads it.
 
         Args:
-            calls: of the criteria in the step's own evaluation.
+            calls: the calls of the criteria in the step's own evaluation.
             evaluate: evaluates the loss at other parameters.
 
         Raises:
@@ -167,10 +167,10 @@ class CriterionTerms:
 
         Args:
             outputs: what the loss reads.
-            likelihood: of them.
-            divisor: as of `CriterionTerm`.
-            loss: whose gradient weighs the term; or a number that does.
-            counts: as of `CriterionTerm`.
+            likelihood: the likelihood of these outputs.
+            divisor: `M_c`, as in `CriterionTerm`.
+            loss: the tensor whose gradient weighs the term; or a number that does.
+            counts: which terms count by their targets, as in `CriterionTerm`.
         """
         window = self._window()
         if self._read_again is not None:

@@ -26,9 +26,9 @@ class CriterionTerm:
     factors, and with `s = √(f_c/M_c) B⁻¹ ∂ℓ` the gradient is the sum of these rows times `s`.
 
     Attributes:
-        likelihood: of the loss.
-        number: of the call since the last step.
-        examples: of what the criterion reads.
+        likelihood: the likelihood of the loss.
+        number: the number of the call, counted since the last step.
+        examples: how many examples the criterion reads.
         outputs: what the criterion reads, detached, the examples along the first dimension; empty where `change` is not
             going to be asked for.
         divisor: `M_c`: terms that the criterion takes the mean of; 1 where it sums.
@@ -68,8 +68,8 @@ class CriterionTerm:
 
         Args:
             outputs: what the criterion reads.
-            place: of one of them.
-            gradient: of the loss with respect to that one, which is `f_c/M_c ∂ℓ`.
+            place: which of them the gradient belongs to.
+            gradient: the gradient of the loss with respect to that one, which is `f_c/M_c ∂ℓ`.
         """
         weight = self.weight(gradient)
         scaled = torch.where(weight > 0, gradient / torch.where(weight > 0, weight, 1).sqrt(), 0).to(gradient.dtype)
@@ -93,11 +93,12 @@ class CriterionTerm:
         the layers do.
 
         Args:
-            gradients: of `combined` at the output of each call; DTensors where tensor parallelism has cut that.
-            columns: for each column of `B`, its gradients there.
+            gradients: the gradients of `combined` at the output of each call; DTensors where tensor parallelism has cut
+                that.
+            columns: the gradients there of each column of `B`.
             residuals: `s`, `[columns, examples]`.
         """
-        # What is narrow behind a layer, as under autocast, rounds the gradients of those before it as well.
+        # What is narrow after a layer, as under autocast, rounds the gradients of those before it as well.
         kinds = {(part.dtype, part.device.type) for part in gradients if part is not None}
         rounding = _ROUNDINGS * max((rounding_of_products(*kind) for kind in kinds), default=0.0)
         for place, part in enumerate(gradients):

@@ -95,12 +95,13 @@ class NamedLoss(Estimate):
             taken to sum to 1 in each term.
         loss_terms: what the mean runs over, where your loss is not put together as `criterion` says: EXAMPLES for
             squares summed over the outputs of an example and averaged over examples.
-        class_dim: of the logits, where they have more than two dimensions: -1 for language models, 1 for segmentation.
+        class_dim: the dimension of the classes, where the logits have more than two dimensions: -1 for language models,
+            1 for segmentation.
         outputs: takes what the loss reads from what the model returns; where it is not given, the first tensor with a
             dimension (for `nn.GaussianNLLLoss` the first two). It must hand out the very tensors that the loss is
             computed from: a backward does not come to what it computes of them, as by `torch.cat`.
-        seed: of the random numbers, which are the optimizer's own: those of training stay as they were, and a run that
-            is resumed draws what the uninterrupted one does.
+        seed: the seed of the random numbers, which are the optimizer's own: those of training stay as they were, and a
+            run that is resumed draws what the uninterrupted one does.
 
     Raises:
         TypeError: an unknown loss.

@@ -34,17 +34,17 @@ class ExtraBackward:
     """Takes the extra passes of backward through one forward of the model.
 
     Attributes:
-        window: that the calls come to stand in, held weakly.
-        likelihood: of the loss.
+        window: the window that the calls come to stand in, held weakly.
+        likelihood: the likelihood of the loss.
         vectors: gradients of single terms with respect to the outputs, whose outer products make the Fisher.
         several: whether these are several for one forward; one more pass then tells where any of them comes to.
-        terms: of the loss.
+        terms: how many terms the loss has.
         root: the forward.
-        calls: of layers in it, and where their gradients pass; None is at the only output.
+        calls: the calls of layers in it, and where their gradients pass; None is at the only output.
         in_graphs: whether there are calls in compiled graphs as well, which the first pass finds.
-        outputs: of the model, detached; empty once no pass will come, as a loss that the training loop keeps would keep
-            them too.
-        seed: of random numbers; asked when the first backward comes.
+        outputs: the outputs of the model, detached; empty once no pass will come, as a loss that the training loop
+            keeps would keep them too.
+        seed: returns the seed of random numbers; asked when the first backward comes.
         term: what the criterion says of the outputs, where these are what it reads; None at the output of the model.
         aligned: terms whose rows were seen to belong to their examples; terms that are seen are added.
     """
@@ -78,7 +78,7 @@ class ExtraBackward:
             own = edge(outputs[0])
             self.calls = [(call, None if _is_same(there, own) else there) for call, there in self.calls]
         for place, output in enumerate(outputs):
-            if output.grad_fn is not None:  # else it is given, and no backward comes to it
+            if output.grad_fn is not None:  # otherwise it is given, and no backward comes to it
                 self._awaited += 1
                 on_gradient(output, partial(self.arrive, place, output.output_nr))
 
@@ -207,7 +207,7 @@ class _Passes:
 
     Args:
         at: the place.
-        calls: of layers that are no part of a compiled graph, and where their gradients pass.
+        calls: the calls of layers that are no part of a compiled graph, and where their gradients pass.
         graphs: hears from compiled graphs what a pass comes to in them; None where passes need not go through graphs.
 
     Attributes:

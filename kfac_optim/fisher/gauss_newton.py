@@ -40,14 +40,14 @@ class KeptForward:
     """Keeps one forward of the model.
 
     Attributes:
-        model: that was called, without its wrappers' hooks.
-        args: it was called with, as `kwargs`, before its own hooks changed them; held, not copied.
+        model: the model that was called, without its wrappers' hooks.
+        args: its arguments, with `kwargs`, as they were before its own hooks changed them; held, not copied.
         random: the generators when it began.
         outputs_of: takes what the loss reads from what the model returns.
-        reading: of the outputs, as `_reading` tells it, once they are there.
+        reading: what `_reading` returns of the outputs, once they are there.
         used: which terms the loss used, for each of the outputs that a backward came to.
         readers: calls of the criterion that read the outputs and nothing else.
-        counts: which terms count by their targets, as of `CriterionTerm`.
+        counts: which terms count by their targets, as in `CriterionTerm`.
         is_of_data: whether neither its inputs nor the weights it ran on were computed from what is trained.
     """
 
@@ -117,8 +117,8 @@ class KeptForward:
                     f" which failed: {error} Some fused functions (cuDNN's recurrent layers) and autograd.Functions "
                     "have no forward-mode derivative: write them out. Nor have some layers in channels_last, as "
                     "nn.GroupNorm: call model.to(memory_format=torch.contiguous_format) and pass such inputs. Autocast "
-                    "is off in it: where one dtype meets weights of another, cast it in the forward. Else do without "
-                    "QuadraticModel and LevenbergMarquardt."
+                    "is off in it: where one dtype meets weights of another, cast it in the forward. Otherwise do "
+                    "without QuadraticModel and LevenbergMarquardt."
                 ) from error
         return outputs, pushed
 
@@ -139,14 +139,14 @@ class ForwardRecorder:
 
     Args:
         window: counts the loss terms of each forward; held weakly.
-        likelihood: of the loss.
+        likelihood: the likelihood of the loss.
         outputs_of: takes what the loss reads from what the model returns; fewer tensors where it is not there.
-        terms: of a loss that reads these outputs.
-        params: gives those that are trained.
+        terms: returns how many terms a loss that reads these outputs has.
+        params: returns the parameters that are trained.
 
     Attributes:
-        kept: since the last step.
-        again: of these, those that are run again, and the call of the criterion which that is for.
+        kept: the forwards that a backward has come to since the last step.
+        again: those of these that are run again, each with the call of the criterion which that is for.
         read: what criteria have read since then that is no output of a forward that is run again.
         is_hooked: whether a backward has come through a criterion since then.
     """
@@ -210,7 +210,7 @@ class ForwardRecorder:
             window.probe.listen()  # what criteria weigh their terms by holds the loss scale
         known = TermCurvature(term, tuple(output.detach() for output in outputs))
         for place, output in enumerate(outputs):
-            if output.grad_fn is not None:  # else it is given, and no backward comes to it
+            if output.grad_fn is not None:  # otherwise it is given, and no backward comes to it
                 on_gradient(output, weakly(self.arrive_at_term, known, forward, place, output.output_nr))
 
     def _forward_of(self, outputs: Outputs) -> KeptForward | None:
@@ -284,9 +284,9 @@ def gauss_newton(
     By a Jacobian-vector product for each direction (Martens & Grosse 2015, §7 and appendix C).
 
     Args:
-        forwards: of all examples of the loss.
-        likelihood: of the loss.
-        params: where the derivative is taken.
+        forwards: the forwards of all examples of the loss.
+        likelihood: the likelihood of the loss.
+        params: the parameters at which the derivative is taken.
         directions: `vᵢ`.
     """
     k = len(directions)

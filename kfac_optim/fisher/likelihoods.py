@@ -38,7 +38,7 @@ class Likelihood(ABC):
     """Describes one loss as the negative logarithm of a likelihood.
 
     Attributes:
-        mean: whether the loss is the mean of its terms; else it is their sum.
+        mean: whether the loss is the mean of its terms; otherwise it is their sum.
     """
 
     mean: bool
@@ -91,7 +91,8 @@ class Categorical(Likelihood):
     With `p = softmax(f)`: `H = diag(p) - p pᵀ`, `B = diag(√p) - p √pᵀ`.
 
     Attributes:
-        class_dim: of the logits; None is dimension 1 of `[batch, classes]`, or 0 of `[classes]`.
+        class_dim: the dimension of the logits that numbers the classes; None is dimension 1 of `[batch, classes]`, or 0
+            of `[classes]`.
     """
 
     class_dim: int | None = None

@@ -12,7 +12,8 @@ def likelihood_of(criterion: Any, class_dim: int | None = None) -> Likelihood:
 
     Args:
         criterion: the loss.
-        class_dim: of the logits, for `nn.CrossEntropyLoss` of more than two dimensions.
+        class_dim: the dimension of the logits that numbers the classes, for `nn.CrossEntropyLoss` of more than two
+            dimensions.
 
     Raises:
         TypeError: a loss that is not known here.

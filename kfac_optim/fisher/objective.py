@@ -15,8 +15,8 @@ class Objective:
     """Evaluates the loss of a step's examples, as far as its curvature goes.
 
     Args:
-        recorder: has kept the forwards.
-        likelihood: of the loss.
+        recorder: the recorder that has kept the forwards.
+        likelihood: the likelihood of the loss.
 
     Attributes:
         loss_scale: what the training loop multiplies its loss by, which the gradients at criteria hold.
@@ -36,7 +36,7 @@ class Objective:
         """Raise RuntimeError where the curvature along these parameters cannot be had.
 
         Args:
-            params: that have a gradient.
+            params: the parameters that have a gradient.
             before_step: whether it will be asked for before the parameters move, and not after it alone.
         """
         if self._recorder.read and not before_step:

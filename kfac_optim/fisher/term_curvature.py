@@ -80,10 +80,10 @@ class TermCurvature:
         """Differentiate one output, as a hook on it in the training loop's backward.
 
         Args:
-            place: of the output.
+            place: which of the outputs it is.
             output_nr: its number at its node of the graph.
-            gradient: of the loss with respect to it.
-            params: with respect to which it is differentiated.
+            gradient: the gradient of the loss with respect to it.
+            params: the parameters with respect to which it is differentiated.
         """
         used, before = self.term.used(gradient), self._used.get(place)
         self._used[place] = used if before is None else used | before

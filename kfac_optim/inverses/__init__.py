@@ -11,11 +11,11 @@ products with each dense factor, at every step.
 | `Eigen` | `A ⊗ G + λI` | 25 d³ | 2 | where λ changes from step to step |
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
 | `InverseAndRoot` | damped `A` and `G`, or the root of `A` | 25 d³ | 1 | with `SelectedUpdates` |
-| `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
+| `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | after flattened convolutions, too wide for `A` |
 | `SampleSpace` | `ρᵀρ + λI`, exactly, of one step's residuals | – | residuals² | for losses of residuals (PINNs) |
 | `SumOfTerms` | damped `A₁ ⊗ G₁ + A₂ ⊗ G₂` | 50 d³ | 2 | for a loss of two terms, inside and on a boundary |
 
-`AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
+`AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis need a larger λ than the others, for
 `(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.
 """
 

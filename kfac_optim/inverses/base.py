@@ -83,9 +83,9 @@ class Inverse(ABC, Generic[S]):
         So a wide weight and its bias need not be copied into one matrix, nor the result out of it.
 
         Args:
-            state: as of `apply`.
+            state: the state, as for `apply`.
             columns: the matrix, in parts `[groups, out, in_i]` side by side, in any dtype.
-            damping: as of `apply`.
+            damping: the damping, as for `apply`.
         """
         return None
 
@@ -99,9 +99,9 @@ class Inverse(ABC, Generic[S]):
         """Return what `apply` does, of all blocks that share this representation; asked where `takes_rows`.
 
         Args:
-            states: of the blocks.
-            grads: as of `apply`.
-            dampings: as of `apply`.
+            states: the states of the blocks.
+            grads: the gradient of each block, as for `apply`.
+            dampings: the damping of each block, as for `apply`.
             decays: the part of each of `grads` that is of weight decay; None where there is none.
         """
         return [self.apply(*each) for each in zip(states, grads, dampings, strict=True)]
@@ -117,7 +117,7 @@ class Inverse(ABC, Generic[S]):
             states: all that `apply_jointly` has seen.
             velocities: a step `v` as it begins, `[groups, out, in]` for each state.
             change: how residuals change along `length · v`, `[examples]` for each term of the loss and column.
-            length: of the part of the step along which `change` was seen.
+            length: the share of the step along which `change` was seen.
         """
         return None
 

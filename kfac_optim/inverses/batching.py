@@ -30,7 +30,7 @@ class FactorJob:
         """Count failures and retries, and return whether each group's new result replaces the old one, `[groups]` bool.
 
         Args:
-            attempts: that each group took, `[groups]`; 0 where all failed.
+            attempts: how many attempts each group took, `[groups]`; 0 where all failed.
         """
         failed, in_a_row = attempts == 0, self.state.failed_in_a_row
         self.state.failed += failed.sum()
@@ -66,8 +66,8 @@ def settle(jobs: Sequence[FactorJob], attempts: Tensor) -> Usable:
     for all jobs; an accelerator is not asked, and counts for all jobs at once.
 
     Args:
-        jobs: of one batch.
-        attempts: of the groups of all jobs, `[n]`.
+        jobs: the jobs of one batch.
+        attempts: how many attempts each group of all jobs took, `[n]`.
     """
     if (masses := _masses(jobs)) is not None:
         if not on_host(attempts):
@@ -112,9 +112,9 @@ def take(usable: Usable, held: Sequence[Tensor], new: Tensor) -> None:
     """Replace what jobs hold by what was computed of their groups, where that is usable.
 
     Args:
-        usable: as `settle` returns it.
-        held: of each job, `[groups, ...]`; it may be of a narrower dtype.
-        new: of the groups of all jobs, `[n, ...]`.
+        usable: what `settle` returned.
+        held: what each job holds, `[groups, ...]`; it may be of a narrower dtype.
+        new: the results of the groups of all jobs, `[n, ...]`.
     """
     if usable is not None:
         kept = torch.cat(list(held))
@@ -126,9 +126,10 @@ def mark(usable: Usable, jobs: Sequence[FactorJob], flags: Sequence[Tensor]) -> 
     """Mark groups that have a result from now on.
 
     Args:
-        usable: as `settle` returns it.
-        jobs: of one batch.
-        flags: of each job, `[groups]` bool; if the block's groups share the job's factor, one for each of these groups.
+        usable: what `settle` returned.
+        jobs: the jobs of one batch.
+        flags: the flags of each job, `[groups]` bool; if the block's groups share the job's factor, one for each of
+            these groups.
     """
     if usable is None:
         for flag in flags:
@@ -142,10 +143,10 @@ def take_largest(usable: Usable, jobs: Sequence[FactorJob], held: Sequence[Tenso
     """Replace what was measured of a factor by the largest of its groups, where a new measure is usable.
 
     Args:
-        usable: as `settle` returns it.
-        jobs: of one batch.
-        held: of each job, `[2]` for A and G.
-        new: of the groups of all jobs, `[n]`.
+        usable: what `settle` returned.
+        jobs: the jobs of one batch.
+        held: what was measured of each job's block, `[2]` for A and G.
+        new: the new measures of the groups of all jobs, `[n]`.
     """
     places = [each[job.side] for job, each in zip(jobs, held, strict=True)]
     if usable is not None:

@@ -17,7 +17,7 @@ class Damped(NamedTuple):
 
     @classmethod
     def joined(cls, parts: "Iterable[Damped]") -> "Damped":
-        """Return the damping of the groups of several factors, one behind the other."""
+        """Return the damping of the groups of several factors, one after the other."""
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     def of(self, factor: Tensor) -> Tensor:
@@ -45,10 +45,10 @@ def factored_tikhonov(
     block-diagonal matrix of its groups, which has one mean eigenvalue.
 
     Args:
-        traces: of each factor, `[groups]`.
+        traces: the traces of each factor, `[groups]`.
         dims: size of each factor.
         damping: `λ`, positive.
-        balanced: whether shares follow the sizes of the factors; else each gets `λ^{1/k}`.
+        balanced: whether shares follow the sizes of the factors; otherwise each gets `λ^{1/k}`.
     """
     sizes = [len(trace) for trace in traces]
     if min(sizes) < max(sizes):

@@ -125,8 +125,8 @@ class _Job:
     """Names one factor to invert.
 
     Attributes:
-        state: takes the result.
-        index: where the state counts it.
+        state: the state that takes the result.
+        index: the place at which the state counts it.
         average: `[1, d, d]`, in the dtype of the computation.
         damped: how it is damped, `[1]` each.
         kept: the inverse to replace, `[1, d, d]`.

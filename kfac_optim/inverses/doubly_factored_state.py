@@ -23,10 +23,11 @@ class DoublyFactoredState(InverseState):
     Attributes:
         layer: name of the layer, for messages.
         by_name: the factors `channels` `E[ΨΨᵀ]` `[1, C, C]`, `positions` `E[KKᵀ]` `[1, T, T]` and `G` `[1, out, out]`.
-        inverses: of each, damped for the weight, and `bias` of `G` as it is damped for the bias, where there is one.
+        inverses: the inverse of each, damped for the weight, and as `bias` that of `G` damped for the bias, where
+            there is one.
         rows: examples accumulated since the last fold; a tensor `[]` where only the device knows how many count.
         refused: non-finite samples refused so far, `[]` int64.
-        refused_in_a_row: since the last that was accepted, `[]` int64.
+        refused_in_a_row: non-finite samples refused since the last that was accepted, `[]` int64.
         retried: matrices that were inverted only in a later attempt, `[]` int64.
         failed: matrices given up, whose old inverse was kept, `[]` int64.
         failed_in_a_row: refreshes in a row that gave up each of `inverses`, `[3 or 4]` int64.

@@ -12,7 +12,7 @@ def kronecker_guess(rows: SampleRows, ridge: float) -> Callable[[Tensor], Tensor
     """Return a function that applies `(R ⊗ L / tr L + λI)⁻¹`, with `L = Σ J Jᵀ` and `R = Σ Jᵀ J` over all rows.
 
     Args:
-        rows: of the block.
+        rows: the rows of the block.
         ridge: `λ`.
     """
     left, right = rows.moments()

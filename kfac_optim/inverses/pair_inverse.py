@@ -88,8 +88,8 @@ class PairState(InverseState, Generic[S]):
         Args:
             spec: its layer.
             start: returns what stands for a factor before its first refresh, in the dtype of all computations.
-            dtype: of the running averages.
-            device: where the block's parameters are.
+            dtype: the dtype of the running averages.
+            device: the device of the block's parameters.
         """
         self.pair = make_pair(spec, dtype=dtype, device=device)
         self.retried = torch.zeros((), dtype=torch.int64, device=device)

@@ -18,19 +18,19 @@ Key = tuple[int, int]
 class SampleRows:
     """Multiplies by the rows of one block, in the way that takes the fewest operations.
 
-    `ρ` is formed where the matrix of the block has fewer elements than pairs of rows take; else products of the rows of
-    inputs and of output gradients are multiplied, and nothing of the size of the matrix is made of an example.
+    `ρ` is formed where the matrix of the block has fewer elements than pairs of rows take; otherwise products of the
+    rows of inputs and of output gradients are multiplied, and nothing of the size of the matrix is made of an example.
 
     Args:
-        keys: of all blocks, with the examples of each, in the order of the rows of `ρ`.
-        rows: of this block; a term that does not reach it has none.
+        keys: the terms and columns of all blocks, with the examples of each, in the order of the rows of `ρ`.
+        rows: the rows of this block; a term that does not reach it has none.
         scale: what rows are multiplied by.
         centred: whether the mean over the examples of a term is taken off.
         like: a gradient matrix of the block, `[groups, out, in]`.
-        dtype: of all products.
+        dtype: the dtype of all products.
 
     Attributes:
-        keys: as above.
+        keys: the same as the argument.
         count: rows of `ρ`.
     """
 

@@ -27,9 +27,9 @@ class SampleState(InverseState):
     """Holds the rows of one step's examples, and the direction of the last step.
 
     Attributes:
-        rows: of the step that is being taken; none once the direction is known.
+        rows: the rows of the step that is being taken; none once the direction is known.
         scale: what the rows are multiplied by, for `F = ρᵀρ`.
-        direction: of the last step, `[groups, out, in]`.
+        direction: the direction of the last step, `[groups, out, in]`.
         solved: the system that this step's direction was found by, for as long as the step lasts.
         unit: what the block's part of that system is multiplied by.
     """

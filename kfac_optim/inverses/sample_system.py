@@ -25,9 +25,9 @@ class SampleSystem:
     factors of the same rows.
 
     Args:
-        rows: of each block.
+        rows: the rows of each block.
         ridge: `λ`.
-        shapes: of the matrices of the blocks, `[groups, out, in]`.
+        shapes: the shapes of the matrices of the blocks, `[groups, out, in]`.
         dense_limit: rows up to which their matrix is formed.
     """
 

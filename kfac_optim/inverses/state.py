@@ -152,7 +152,8 @@ class InverseState(ABC):
 
     # -- several processes -------------------------------------------------------------------------------------
     # Each process folds its own samples. Before a refresh the averages of all go to the rank that recomputes the part,
-    # which merges them, and the others begin again from nothing. After the refresh the results go to whom they concern.
+    # which merges them, and the others begin again from nothing. After the refresh the results go to the ranks that
+    # need them.
 
     def averages(self, part: str) -> tuple[Factor, ...]:
         """Return the running averages behind one of `Inverse.parts`, by its name, in the order of its `sums`."""
@@ -167,8 +168,8 @@ class InverseState(ABC):
         """Fold without a sample, at a step in which other ranks had some: all that is held weighs less.
 
         Args:
-            decay: as in `fold`.
-            loss_terms: of this rank. Their gradients at the layer are zero, which is what they add to `G`.
+            decay: the decay, as in `fold`.
+            loss_terms: this rank's loss terms. Their gradients at the layer are zero, which is what they add to `G`.
         """
         self._refuse_sharing()
 
@@ -179,8 +180,8 @@ class InverseState(ABC):
         and of losses that hold derivatives of the model. `k` is the same on all ranks.
 
         Args:
-            loss_terms: as in `fold`.
-            loss_scale: as in `fold`.
+            loss_terms: the loss terms `M`, as in `fold`.
+            loss_scale: the loss scale, as in `fold`.
         """
         return None
 

@@ -45,7 +45,7 @@ class StatisticsSink(Protocol):
 
         Args:
             index: number of the spec.
-            call: with the gradient of this backward alone; None where it is not known any more.
+            call: the call, with the gradient of this backward alone; None where it is not known any more.
             statistics: makes those of a call.
         """
 
@@ -133,7 +133,7 @@ class LayerAdapter(ABC, Generic[M]):
             module: the layer.
             specs: those of what `specs()` gave that are preconditioned, with the structure and weight sharing chosen
                 by the user; the sink counts in this sequence.
-            window: where to listen.
+            window: the window that is to note its calls.
             sink: takes the statistics.
         """
 

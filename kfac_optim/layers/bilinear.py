@@ -28,7 +28,7 @@ class BilinearStatistics(RowStatistics):
 
     Args:
         width: numbers of the first input.
-        spec: as in `RowStatistics`, as are `call` and `dtype`.
+        spec: the layer; `spec`, `call` and `dtype` are as in `RowStatistics`.
     """
 
     def __init__(self, width: int, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:

@@ -37,7 +37,7 @@ class EmbeddingStatistics(RowStatistics):
         module: the embedding.
         spec: the layer.
         call: integer input `[batch, *shared]` or `[]`, at every backward, and gradient `[*input, embedding_dim]`.
-        dtype: of the moments.
+        dtype: the dtype of the moments.
     """
 
     keeps_input = True  # for the ids of padding

@@ -39,7 +39,7 @@ class NormAdapter(WeightBiasAdapter[M]):
         Args:
             module: the layer.
             layer_input: all examples.
-            dtype: of `x̂`.
+            dtype: the dtype of `x̂`.
             training: whether the layer was in training mode.
         """
 

@@ -55,10 +55,10 @@ class NormRows(UnitRows):
     """Holds examples of the input and of the output gradient of one call.
 
     Attributes:
-        x: of the input, `[examples, ...]` as the module has it.
-        g: of the gradient.
-        standardise: as of `NormStatistics`.
-        canonical: as of `NormStatistics`.
+        x: examples of the input, `[examples, ...]` as the module has it.
+        g: the same examples of the output gradient.
+        standardise: makes `x̂` of examples of the input, as in `NormStatistics`.
+        canonical: brings examples to `[examples, shared, features]`, as in `NormStatistics`.
         has_bias: whether `u` has two elements.
     """
 
@@ -113,8 +113,8 @@ class NormStatistics(LayerStatistics):
     Attributes:
         spec: the layer.
         call: one call, with the input at every backward.
-        dtype: of the moments.
-        standardise: `x̂` of some of the examples of the input, `[examples, ...]` as the module has it.
+        dtype: the dtype of the moments.
+        standardise: makes `x̂` of some of the examples of the input, `[examples, ...]` as the module has it.
         canonical: brings such examples, or those of a gradient, to `[examples, shared, features]`.
         unbatched_ndim: dimensions of an input without a batch dimension.
     """
@@ -288,7 +288,7 @@ def _moments(columns: Sequence[Tensor], structure: Structure | Sketched) -> Tens
 
     Args:
         columns: each `[calls, rows, features]`.
-        structure: as there.
+        structure: the structure of the moments, as for `_moment`.
 
     Returns:
         `[calls · features, out, out]`, or the diagonals.

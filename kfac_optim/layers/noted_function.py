@@ -24,11 +24,11 @@ class Noted(NamedTuple):
 
     Attributes:
         weight: what it was handed for the weight.
-        input: as `LayerCall.input` will hand it over.
-        examples: as `CaptureWindow.note` has it.
+        input: the input, as `LayerCall.input` will hand it over.
+        examples: how many examples it was handed, as for `CaptureWindow.note`.
         bias: what it was handed for the bias.
         is_lookup: whether rows of the weight are looked up by an input of integers.
-        context: as `LayerCall.context`; None where the call is not the matrix of the layer.
+        context: the context, as in `LayerCall`; None where the call is not the matrix of the layer.
     """
 
     weight: Tensor

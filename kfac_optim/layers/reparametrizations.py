@@ -52,7 +52,7 @@ class Reparametrization(ABC):
         Args:
             module: the layer.
             kept: what `keep` returned in the call.
-            dtype: of the tensors.
+            dtype: the dtype of the tensors.
         """
         return None
 

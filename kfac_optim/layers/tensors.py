@@ -55,9 +55,9 @@ class TensorStatistics(LayerStatistics):
     """Computes the statistics of one call of some of the groups.
 
     Args:
-        spec: of the block.
+        spec: the block.
         call: its input is `[groups or 1, batch, shared, in]`, and its context that of `TensorProduct`.
-        dtype: of the moments.
+        dtype: the dtype of the moments.
     """
 
     def __init__(self, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
@@ -228,7 +228,7 @@ class TensorAdapter(ProductAdapter):
     """Handles one parameter, whose dimensions number groups, outputs and inputs.
 
     Args:
-        shape: of the parameter, as it is used.
+        shape: the shape of the parameter, as it is used.
         sides: which dimensions number groups, outputs and inputs.
     """
 

@@ -28,7 +28,7 @@ from kfac_optim.layers.reparametrizations import Reparametrization, Unseen, repa
 from kfac_optim.specs import LayerSpec, Sketched, Structure
 from kfac_optim.utils.hooks import Handle, Handles, is_on
 
-# The calls of late of which it is known what their weight was made of.
+# How many recent calls are kept, each with what its weight was made of.
 _KEPT = 16
 
 
@@ -53,7 +53,7 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
     """Handles one layer.
 
     Args:
-        layer: of the family, in which the weight is a parameter.
+        layer: the adapter of the family, in which the weight is a parameter.
         module: the layer itself.
         way: how its weight is made.
     """
@@ -127,9 +127,9 @@ class UsedWeightStatistics(LayerStatistics):
     """Hands on the statistics of the layer, less the part of a call's gradient that never reaches the parameters.
 
     Args:
-        stats: of the layer, as if the weight were its parameter.
-        adapter: of the layer.
-        spec: of the block.
+        stats: the statistics of the layer, as if the weight were its parameter.
+        adapter: the adapter of the layer.
+        spec: the block.
         kept: what `Reparametrization.keep` returned in the call; None where that is gone.
     """
 

@@ -21,7 +21,7 @@ def use_context(swapped: bool, adds_bias: bool, *of_function: int) -> tuple[int,
     Args:
         swapped: whether it multiplies by the transpose of the block's matrix.
         adds_bias: whether the block's bias is added to the product.
-        of_function: what the adapter wants to know of the call.
+        of_function: what the adapter needs to know of the call.
     """
     return (int(swapped), int(adds_bias), *of_function)
 
@@ -33,7 +33,7 @@ def of_forward(
 
     Args:
         spec: the layer.
-        call: with a context of `use_context`.
+        call: the call, with a context of `use_context`.
         rows_of: makes the statistics of a call.
     """
     _, adds_bias, *of_function = call.context
@@ -48,7 +48,7 @@ class UseStatistics(LayerStatistics):
 
     Args:
         spec: the layer.
-        call: with a context of `use_context`.
+        call: the call, with a context of `use_context`.
         rows_of: makes the statistics of a call of a layer with this spec but no bias.
     """
 

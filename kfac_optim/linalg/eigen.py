@@ -76,7 +76,7 @@ class Eigenpairs(NamedTuple):
     vectors: Tensor
     """Orthonormal columns, `[n, d, r]`."""
     attempts: Tensor
-    """The attempts of each matrix, `[n]`, as of `eigendecomposition`."""
+    """The attempts of each matrix, `[n]`, as `eigendecomposition` returns them."""
 
 
 def leading_eigenpairs(matrix: Tensor, shift: Tensor, start: Tensor, iterations: int) -> Eigenpairs:
@@ -118,7 +118,7 @@ def leading_singular_triple(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     `torch.linalg.eigh` of the Gram matrices.
 
     Args:
-        matrix: not symmetric, `[n, rows, columns]`.
+        matrix: any matrices, `[n, rows, columns]`.
 
     Returns:
         `u` `[n, rows]`, `σ` `[n]` and `v` `[n, columns]`: vectors of norm 1, the element of `v` of largest magnitude

@@ -19,7 +19,7 @@ class NewtonStart(NamedTuple):
 
 
 def newton_start(matrix: Tensor, least: Tensor, previous: Tensor, usable: Tensor) -> NewtonStart:
-    """Return the previous inverse if it promises fewer steps, else a multiple of the identity; nothing is waited for.
+    """Return the previous inverse if it promises fewer steps, otherwise a multiple of the identity, without waiting.
 
     The identity is scaled by `2 / (u + l)`, with `u` a norm of `F` and `l` the bound below. The previous inverse `P` is
     scaled so that the eigenvalues `μ` of `F P` get the mean 1, and once more, by `1 / (1 + b)`, unless `b < 1` for `b =
@@ -68,9 +68,9 @@ def newton_schulz(matrix: Tensor, start: NewtonStart, steps: int, dtype: torch.d
     Args:
         matrix: `F`, positive definite, `[n, d, d]`.
         start: `X₀` and `δ`.
-        steps: of two products `[d, d] × [d, d]` each.
-        dtype: of the products of all but the last two steps, where it is narrower than that of `matrix`. `X` is
-            kept in the dtype of `matrix`, and so are the sums.
+        steps: how many steps, of two products `[d, d] × [d, d]` each.
+        dtype: the dtype of the products of all but the last two steps, where it is narrower than that of `matrix`. `X`
+            is kept in the dtype of `matrix`, and so are the sums.
     """
     inverse, gap = start
     full = matrix.dtype

@@ -21,7 +21,7 @@ def sketch_directions(dim: int, columns: int, *, like: Tensor) -> Tensor:
     Args:
         dim: width of the matrices.
         columns: how many directions.
-        like: has the dtype and device that are wanted.
+        like: a tensor of the dtype and on the device that the directions are to have.
     """
     return _directions(dim, columns, like.dtype, like.device)
 

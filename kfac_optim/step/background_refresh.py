@@ -1,4 +1,4 @@
-"""Refreshes on a thread of their own, and on accelerators in a stream of their own, whoever does the work."""
+"""Refreshes on a thread of their own, and on accelerators in a stream of their own, whichever executor does it."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -41,12 +41,12 @@ class Closures:
     """Runs the closures of one optimizer's steps.
 
     Attributes:
-        step_size: which may search by the closure.
+        step_size: the step size, which may search by the closure.
         judge: sees what steps do to the loss, where the damping adapts to it.
-        recorder: of the model's forwards, where a choice asks for the curvature of the loss.
-        window: of what is captured.
+        recorder: the recorder of the model's forwards, where a choice asks for the curvature of the loss.
+        window: the window, which holds what is captured.
         binding: knows the model.
-        executor: of the steps.
+        executor: the executor of the steps.
     """
 
     step_size: StepSize

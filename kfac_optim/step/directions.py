@@ -28,7 +28,7 @@ class Directions(NamedTuple):
         blocks: the covered ones whose direction is known here.
         grads: the gradients of these.
         parts: their directions.
-        unpreconditioned: as of `StepRecord`.
+        unpreconditioned: names of blocks whose gradient goes to SGD as it is, as in `StepRecord`.
     """
 
     graded: Sequence[KFACBlock]
@@ -64,8 +64,8 @@ def measure(
 
     Args:
         groups: all param groups.
-        directions: of this step. They are set to zero where their square overflows on the host.
-        device: where sums are made if no block has a direction.
+        directions: the directions of this step. They are set to zero where their square overflows on the host.
+        device: the device on which sums are made if no block has a direction.
         joins: joins gradients.
         executor: sums over ranks.
         step_size: says whether gradients are preconditioned before it is asked.
@@ -111,7 +111,7 @@ def _products(
 
     Args:
         summed: the param groups, the same on all ranks that sum; some may come more than once.
-        device: where sums are made.
+        device: the device on which sums are made.
         directions: those that are known here.
         executor: sums over ranks.
         joins: joins gradients.

@@ -14,7 +14,7 @@ class EarlierGradient:
     """Watches, while a closure runs, one parameter that has a gradient before.
 
     Args:
-        params: of the optimizer; none has nothing watched.
+        params: the parameters of the optimizer; without any, nothing is watched.
 
     Attributes:
         was_added_to: whether the gradient was still there when a backward of the closure came to it: then it holds that

@@ -58,7 +58,7 @@ class Engine:
     Attributes:
         choices: the user's choices.
         window: what was captured since the last step.
-        executor: who does the work.
+        executor: the executor, which does the work.
         refresher: how refreshes that are due are carried out.
         objective: the loss of a step, where a choice asks for its curvature.
     """

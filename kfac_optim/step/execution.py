@@ -1,4 +1,4 @@
-"""The executor has all ranks agree on a step, and knows who plays the roles in it; here is one process alone."""
+"""The executor has all ranks agree on a step, and knows what plays the roles in it; here is one process alone."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -63,15 +63,15 @@ class Admission(NamedTuple):
 
 
 class Executor:
-    """Has all ranks agree on a step, and knows who carries out its parts; here is one rank alone.
+    """Has all ranks agree on a step, and knows what carries out its parts; here is one rank alone.
 
     Attributes:
         several: whether there are other ranks.
         worker: the number of this rank, from 0.
-        statistics: who brings statistics and inverses where they belong.
-        gradients: who does so with gradients and directions.
-        states: who knows what checkpoints hold.
-        stages: who knows of other stages of a pipeline.
+        statistics: the role that brings statistics and inverses where they belong.
+        gradients: the role that does so with gradients and directions.
+        states: the role that knows what checkpoints hold.
+        stages: the object that knows of other stages of a pipeline.
         sees_all_gradients: whether a gradient that is not finite anywhere is not finite here.
     """
 
@@ -101,7 +101,7 @@ class Executor:
         """Launch nothing any more: the optimizer is gone."""
 
     def release(self) -> None:
-        """Leave gradients to whoever averages them, as without the optimizer."""
+        """Leave gradients to whatever averages them, as without the optimizer."""
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         """Refuse parameters that are laid out over processes as this executor cannot train them; change nothing.
@@ -148,7 +148,7 @@ class Executor:
         )
 
     def agree_on_state(self, trained: Trained) -> Agreement:
-        """Agree on who keeps what, as the state of a new optimizer is asked for and no step is taken."""
+        """Agree on which rank keeps what, as the state of a new optimizer is asked for and no step is taken."""
         return self.agree(trained, finite=True, summed=0, counted=None, rescaled=False)
 
     def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:

@@ -146,7 +146,7 @@ class Gate:
         return Admission(agreement, scale.factor, finite, Joins() if self.executor.several else joins)
 
     def prepare_state(self, optimizer: Optimizer) -> Agreement:
-        """Let all workers agree on who keeps what, for a step that asks for the state alone; see `new_state`."""
+        """Let all workers agree on which keeps what, for a step that asks for the state alone; see `new_state`."""
         params = params_of(optimizer.param_groups)
         self._settle_model(params)
         trained = Trained(self.binding.coverage.blocks, params, partial(names_of, self.binding, optimizer.param_groups))

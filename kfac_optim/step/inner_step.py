@@ -57,7 +57,7 @@ def _suits_fused_cpu(param: nn.Parameter, direction: Tensor, held: Mapping[str, 
 
     Args:
         param: the parameter.
-        direction: what it moves along, in its dtype.
+        direction: the direction that it moves along, in its dtype.
         held: its state, where it has momentum.
     """
     if not param.is_cpu or type(param) is not nn.Parameter or param.dtype not in _FUSED:

@@ -37,9 +37,9 @@ class LevenbergMarquardt:
 
     Args:
         interval: steps between two adaptations.
-        decay: of `λ` for each of these steps, in (0, 1]; 1 leaves `λ` as it is.
-        minimum: below which `λ` does not fall.
-        maximum: above which it does not rise.
+        decay: the decay of `λ` for each of these steps, in (0, 1]; 1 leaves `λ` as it is.
+        minimum: the bound below which `λ` does not fall.
+        maximum: the bound above which it does not rise.
         reject: whether every step is tried, and taken back if the loss rose: parameters are then as before, momentum
             starts from zero, `λ` rises as after a failure, whatever the interval, and the inverses are refreshed with
             it at the next step. `metrics()` counts `rejected_steps`.

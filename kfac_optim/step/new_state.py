@@ -1,4 +1,4 @@
-"""The state of an optimizer that has not taken a step, for those who read a checkpoint into it.
+"""The state of an optimizer that has not taken a step, for tools that read a checkpoint into it.
 
 `torch.distributed.checkpoint` and torchtitan load into tensors that exist. They have a new optimizer make these by a
 step without a forward, of gradients of zero at a rate of zero. It is no step of the training, so that nothing counts
@@ -48,11 +48,11 @@ def make_state(
     Args:
         groups: the optimizer's param groups.
         state: the optimizer's state, which is empty.
-        blocks: of the optimizer.
+        blocks: the optimizer's blocks.
         agreement: what all ranks know.
         choices: the user's choices.
         executor: knows which parameters are updated here.
-        window: in which nothing was captured.
+        window: the window, in which nothing was captured.
         memory: what the step size remembers, `[4]`.
     """
     count = window.close()

@@ -26,9 +26,9 @@ def publish(
     """Put what a checkpoint holds into the state of the parameters, and remove what was put there before.
 
     Args:
-        state: of the optimizer, by parameter.
+        state: the optimizer's state, by parameter.
         groups: the param groups.
-        blocks: of the optimizer.
+        blocks: the optimizer's blocks.
         beside_blocks: what checkpoints hold of parameters without a block.
         executor: knows the tensors of each block.
         include_factors: whether statistics and inverses are held.

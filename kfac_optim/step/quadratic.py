@@ -60,7 +60,7 @@ def reduction_ratio(before: float, after: float, predicted: float, *, rounding: 
         before: the loss at θ.
         after: the loss at θ + δ, of the same examples.
         predicted: `q(δ)`.
-        rounding: as `rounding_of` has it.
+        rounding: the relative change that is lost in rounding, as `rounding_of` has it.
 
     Returns:
         -∞ where one of them is not finite; None where `ρ` says nothing: the loss fell though a rise was predicted, or

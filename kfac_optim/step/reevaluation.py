@@ -17,10 +17,10 @@ from kfac_optim.utils.tensor_storage import held_once
 class WithoutBackward(TorchFunctionMode):
     """Has `loss.backward()` do nothing: where the loss alone is asked for, gradients would double the cost.
 
-    A closure may look at gradients behind it, and change them: it sees copies of those of the first evaluation.
+    A closure may look at gradients after it, and change them: it sees copies of those of the first evaluation.
 
     Args:
-        gradients: of each parameter, or None.
+        gradients: the gradient of each parameter, or None.
     """
 
     def __init__(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
@@ -44,9 +44,9 @@ class Reevaluation:
     Attributes:
         closure: returns the loss.
         random: the generators before the closure was first called.
-        window: in which a second evaluation leaves nothing.
-        model: with the buffers that a forward may change.
-        params: of the optimizer.
+        window: the window, in which a second evaluation leaves nothing.
+        model: the model, with the buffers that a forward may change.
+        params: the parameters of the optimizer.
         several: whether a wrapper may write to what it made gradients views of.
         backward: whether the closure's backward is run.
     """
@@ -60,7 +60,7 @@ class Reevaluation:
     backward: bool = True
 
     def loss(self) -> Any:
-        """Return what the closure returns at the parameters of now; gradients and buffers stay as they are."""
+        """Return what the closure returns at the present parameters; gradients and buffers stay as they are."""
         held = {param: param.grad for param in dict.fromkeys((*self.params, *self.model.parameters()))}
         if self.several:
             held = {param: None if grad is None else grad.clone() for param, grad in held.items()}

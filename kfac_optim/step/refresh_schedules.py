@@ -97,7 +97,7 @@ class Phases:
     """Lays the refreshes of all blocks out over their period.
 
     Args:
-        schedule: says how.
+        schedule: the schedule, which says how.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -29,7 +29,7 @@ class LossShare(NamedTuple):
 
 
 class Statistics:
-    """Brings statistics to those who recompute inverses, and inverses to those who precondition: all are here."""
+    """Brings statistics to ranks that recompute inverses, and inverses to ranks that precondition: all are here."""
 
     def emitted(self, block: KFACBlock) -> None:
         """Take notice, during backward, that `block` took statistics; they may be sent at once."""
@@ -39,8 +39,8 @@ class Statistics:
 
         Args:
             blocks: the same on all ranks.
-            count: as of `KFACBlock.fold`.
-            gradient_scale: as of `KFACBlock.fold`.
+            count: the terms of the loss.
+            gradient_scale: what output gradients are multiplied by.
         """
 
     def settle(self) -> None:
@@ -93,7 +93,7 @@ class Statistics:
 
 
 class Gradients:
-    """Brings gradients to those who precondition them, and the result to those who update: both are done here.
+    """Brings gradients to ranks that precondition them, and the result to those that update: both are done here.
 
     Attributes:
         stacks: preconditions small blocks together.
@@ -118,7 +118,7 @@ class Gradients:
         """Return the blocks whose updates are made here, each with a whole tensor for each of its parameters.
 
         Args:
-            blocks: with parameters that are updated here.
+            blocks: the blocks with parameters that are updated here.
             tensors: the parts of these tensors that lie here, as the parameters do; where there is none it is zero.
         """
         return [
@@ -134,7 +134,7 @@ class Gradients:
 
         Args:
             made: the updates that were made here, of the blocks that `whole` gave.
-            blocks: as of `whole`.
+            blocks: the blocks that `whole` was asked for.
         """
         return self.direction(made, blocks)
 
@@ -142,8 +142,8 @@ class Gradients:
         """Return for each block the number `[]` that the ranks which make its update have found, on all that update it.
 
         Args:
-            blocks: as of `whole`.
-            numbers: of the blocks that `whole` gave.
+            blocks: the blocks that `whole` was asked for.
+            numbers: the numbers of the blocks that `whole` gave, each `[]`.
         """
         return [numbers[block] for block in blocks]
 

@@ -1,4 +1,4 @@
-"""Arithmetic on the few numbers that a step's length is made of: on the host where a CPU has them, else on the device.
+"""Arithmetic on the few numbers that make a step's length: on the host if a CPU has them, otherwise on the device.
 
 On a CPU an operation on a tensor of one element costs fifty times as much as one on a Python number. On an accelerator
 the host would have to wait for the number, so there they stay tensors. Formulas are written once for both; these
@@ -22,7 +22,7 @@ Flag = bool | Tensor
 
 
 def scalars(values: Tensor) -> list[Scalar]:
-    """Return the elements of `[n]`: Python numbers if a CPU holds them, else tensors `[]`."""
+    """Return the elements of `[n]`: Python numbers if a CPU holds them, otherwise tensors `[]`."""
     return values.tolist() if values.device.type == "cpu" else list(values.unbind())
 
 
@@ -84,7 +84,7 @@ def larger(one: Scalar, other: Scalar) -> Scalar:
 
 
 def bounded(x: Scalar, least: Scalar | None = None, most: Scalar | None = None) -> Scalar:
-    """Return `x` where it is between the bounds, else the nearer of them; NaN where `x` is."""
+    """Return `x` where it is between the bounds, otherwise the nearer of them; NaN where `x` is."""
     if isinstance(x, Tensor):
         return torch.clamp(x, least, most)  # type: ignore[arg-type]  # one bound may be a tensor
     if least is not None and x < least:

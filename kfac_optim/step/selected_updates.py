@@ -147,7 +147,7 @@ class SelectedUpdates(StepSize):
 
         Args:
             proposal: the step.
-            blocks: with a matrix.
+            blocks: the blocks of the layers, which have a matrix.
             trained: the parameters that are updated here, with their param groups.
         """
         ready, gradients = set(proposal.covered), proposal.executor.gradients
@@ -229,9 +229,10 @@ class SelectedUpdates(StepSize):
         """Return the orthogonal and the natural updates of each bundle.
 
         Args:
-            bundles: where one has no inverse, its orthogonal update is that of the momentum as it is, and the only one.
-            natural: for each layer True for the natural update, False for the orthogonal one, None for both. An update
-                that no layer of the bundle wants is None; rows of layers that do not want it may hold anything.
+            bundles: the bundles. Where one has no inverse, its orthogonal update is that of the momentum as it is, and
+                the only one.
+            natural: what each layer needs: True for the natural update, False for the orthogonal one, None for both. An
+                update that no layer of the bundle needs is None; rows of layers that do not need it may hold anything.
         """
         roots: dict[int, Tensor] = {}
         rows: dict[int, list[int]] = {}
@@ -296,7 +297,7 @@ def _bundles(proposal: Proposal, layers: Sequence[tuple[KFACBlock, Parts]]) -> l
 
     Args:
         proposal: the step.
-        layers: each with what its update is made of, a tensor for each parameter.
+        layers: the layers, each with what its update is made of, a tensor for each parameter.
     """
     found = []
     blocks, parts = [block for block, _ in layers], [of_layer for _, of_layer in layers]
@@ -319,7 +320,7 @@ def _is_time(block: KFACBlock) -> bool:
 
 
 def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:
-    """Return what the comparisons of late say, `[]`: above 0 the natural gradient was steep enough."""
+    """Return what recent comparisons say, `[]`: above 0 the natural gradient was steep enough."""
     param = block.params[0]
     held: Tensor | None = proposal.state[param].get(PREFERENCE)
     # In the dtype of the parameter, which loading a checkpoint would cast it to.

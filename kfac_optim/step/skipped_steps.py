@@ -77,9 +77,9 @@ class SkippedSteps:
 
         Args:
             limit: None is no limit.
-            gradients: of this process.
-            names: of the parameters.
-            here: whether this process has found gradients that are not finite; else another one has.
+            gradients: the gradients of this process.
+            names: returns the names of the parameters.
+            here: whether this process has found gradients that are not finite; otherwise another one has.
         """
         if limit is None or self.in_a_row < limit:
             return

@@ -23,8 +23,8 @@ class Stages:
         Args:
             finite: whether those of this stage are.
             summed: `LossCount.summed` of this stage.
-            kl_clip: of its param groups.
-            device: of its parameters.
+            kl_clip: the `kl_clip` of its param groups.
+            device: the device of its parameters.
         """
         return finite, summed
 

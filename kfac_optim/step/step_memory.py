@@ -12,7 +12,7 @@ from kfac_optim.step.step_size import StepSize
 from kfac_optim.step.user_warnings import UserWarnings
 
 _LOOK_PERIOD = 100  # steps, as the host waits for the device to look
-_NEARLY_ALL = 0.95  # of the steps of late
+_NEARLY_ALL = 0.95  # of the recent steps
 
 
 class StepMemory:
@@ -53,7 +53,7 @@ class StepMemory:
         self._looked_at = math.inf
 
     def look(self, measures: Mapping[str, Scalar], step: int) -> None:
-        """Warn if nearly all steps of late were made too short. The host waits for that, so it is not done often.
+        """Warn if nearly all recent steps were made too short. The host waits for that, so it is not done often.
 
         Args:
             measures: those of the last step.

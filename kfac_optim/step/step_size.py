@@ -56,9 +56,9 @@ class Proposal:
         blocks: the covered ones whose direction is known here.
         parts: what preconditioning made of it.
         products: `Δᵀ∇` over the parameters of each param group that has any, of all workers.
-        kl_clip: that all groups agree on.
+        kl_clip: the `kl_clip` that all groups agree on.
         count: terms of the loss.
-        executor: who does the work.
+        executor: the executor, which does the work.
         objective: the loss of this step, where it is known.
         memory: what the step size remembers of earlier steps, `[4]` (see `StepSize`), not to be changed.
         joins: joins gradients, some of which the products have joined already.
@@ -99,7 +99,7 @@ class Sized:
 
     Attributes:
         direction: replaces the gradient; parameters without a direction keep theirs.
-        measures: for `metrics()`.
+        measures: numbers for `metrics()`, by name.
         memory: what is remembered from now on, `[4]`; None is what was.
         sgd: returns the numbers of torch's SGD that replace those of a param group.
     """
@@ -128,7 +128,7 @@ class StepSize(ABC):
 
     What must be known of earlier steps are four numbers on the device, part of checkpoints and zero at first. For trust
     regions they are the logarithm of what multiplies the region; the slope of the loss along the last step at its
-    start; whether the region held that step; and the share of steps of late that it made too short. `LineSearch` keeps
+    start; whether the region held that step; and the share of recent steps that it made too short. `LineSearch` keeps
     its number of halvings in the third.
     """
 
@@ -136,7 +136,7 @@ class StepSize(ABC):
     """The representation of inverses where the user names none."""
 
     preconditions = True
-    """Whether the gradients are to be preconditioned before `size` is asked, which else has them as they are."""
+    """Whether the gradients are to be preconditioned before `size` is asked, which otherwise has them as they are."""
 
     needs_objective = False
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
@@ -174,7 +174,7 @@ class StepSize(ABC):
         """Return whether the direction of a step is kept if there is no momentum.
 
         Args:
-            groups: as of `scalars`.
+            groups: the param groups that have covered parameters, as in `scalars`.
         """
         return False
 
@@ -187,7 +187,7 @@ class StepSize(ABC):
         return 1.0
 
     def advice(self, scale: float) -> str:
-        """Say what to do where nearly all steps of late were made too short, as the fourth number remembers.
+        """Say what to do where nearly all recent steps were made too short, as the fourth number remembers.
 
         Args:
             scale: how long the last step was, of what the learning rate makes it.
@@ -198,8 +198,8 @@ class StepSize(ABC):
         """Return what it has to say in `metrics()` beside the measures of the last step; the host waits for nothing.
 
         Args:
-            state: of the optimizer, by parameter.
-            blocks: of the optimizer.
+            state: the optimizer's state, by parameter.
+            blocks: the optimizer's blocks.
         """
         return {}
 
@@ -209,13 +209,13 @@ class StepSize(ABC):
 
 
 def require(groups: Sequence[Group], wanted: Mapping[str, object], why: str, remedy: str = "") -> None:
-    """Raise ValueError where numbers of the param groups are not those that a step size wants.
+    """Raise ValueError where numbers of the param groups are not those that a step size needs.
 
     Args:
         groups: the param groups.
         wanted: the numbers by name.
         why: what the step size does, which begins the message.
-        remedy: ends it.
+        remedy: what to do, which ends the message.
     """
     for i, group in enumerate(groups):
         for name, value in wanted.items():

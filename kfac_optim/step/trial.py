@@ -29,8 +29,8 @@ class Trial:
     Args:
         groups: the optimizer's param groups.
         state: the optimizer's state, for momentum buffers.
-        loss: before the step, a number or a tensor of one element; of this process's examples.
-        again: evaluates that loss at the parameters of then.
+        loss: the loss before the step, of this process's examples; a number or a tensor of one element.
+        again: evaluates that loss at the parameters that the model has when it is asked.
         step: the number of the step.
     """
 
@@ -68,11 +68,11 @@ class Trial:
         """Return `ρ`: what the step did to the loss over what the quadratic model says that it does.
 
         Args:
-            loss: after the step.
-            objective: whose curvature before the step makes the model.
+            loss: the loss after the step.
+            objective: the loss whose curvature before the step makes the model.
             count: terms of the loss.
-            predicted: by the model; None where nobody has computed it.
-            executor: of the step.
+            predicted: the change of the loss that the model predicts; None where nobody has computed it.
+            executor: the executor of the step.
         """
         if predicted is None:
             predicted = self._predicted(objective, count, executor)
@@ -116,9 +116,9 @@ class Judge:
 
     Attributes:
         rule: the user's choice.
-        recorder: of the model's forwards.
-        objective: whose quadratic model is judged.
-        executor: of the steps: what it averages over processes, they all decide by.
+        recorder: the recorder of the model's forwards.
+        objective: the loss whose quadratic model is judged.
+        executor: the executor of the steps: what it averages over processes, they all decide by.
         damps_steps: whether the step size uses the damping, beside the inverses.
         ratio: `ρ` of the last step that was judged; None where it said nothing.
         rejected: steps that were taken back.
@@ -159,7 +159,7 @@ class Judge:
         check_loss(loss)
 
     def evaluate_again(self, trial: Trial, blocks: Iterable[KFACBlock]) -> float:
-        """Return the loss at the parameters of now, on the examples of the last evaluation; nothing else is changed.
+        """Return the loss at the present parameters, on the examples of the last evaluation; nothing else is changed.
 
         Raises:
             RuntimeError: the closure saw other examples than before. The step is taken back.

@@ -63,7 +63,7 @@ def slope_ratio(slope: Scalar, slope_before: Scalar) -> Scalar:
     loss falls at the end as it did at the start, 0 where the step went just far enough, below 0 where it went too far.
 
     Args:
-        slope: `Σ lr bᵀ∇` over every covered parameter, with the gradient of now, over the mean `lr` of their groups.
+        slope: `Σ lr bᵀ∇` over every covered parameter, with the present gradient, over the mean `lr` of their groups.
         slope_before: the same with the gradient and the rates that led into the last step; not above 0 where there is
             none.
     """
@@ -78,11 +78,11 @@ def follow(multiplier: Scalar, ratio: Scalar, held: Flag) -> Scalar:
 
     Args:
         multiplier: its logarithm.
-        ratio: as of `slope_ratio`.
+        ratio: what `slope_ratio` returned.
         held: whether the region held the last step.
 
     Returns:
-        The logarithm of now.
+        The new logarithm.
     """
     magnitude: Scalar = ratio.abs() if isinstance(ratio, Tensor) else abs(ratio)
     change, (least, most) = _PACE * ratio * magnitude, _RANGE
@@ -93,8 +93,8 @@ def shortened(share: Scalar, short: Flag) -> Scalar:
     """Bring the share of too short steps up to date: an average in which 98 of them in a row make 0.95.
 
     Args:
-        share: until the last step.
-        short: whether this step was.
+        share: the share until the last step.
+        short: whether this step was too short.
     """
     return chosen(short, share + 0.03 * (1 - share), share - 0.03 * share)
 
@@ -109,7 +109,7 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
     Args:
         left: tensors of any shapes, on any devices.
         right: one for each of `left`, of the same shape and device.
-        device: where the scalar lives.
+        device: the device of the scalar.
     """
     products = [_dot(a, b) for a, b in zip(left, right, strict=True)]
     return _sum([brought(product, device) for product in products], device)
@@ -119,8 +119,8 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return `Σ ‖tensorᵢ‖²`, `[]` on `device`, at least float32; on an accelerator few launches for many tensors.
 
     Args:
-        tensors: of any shapes and floating dtypes, on any devices.
-        device: where the scalar lives.
+        tensors: tensors of any shapes and floating dtypes, on any devices.
+        device: the device of the scalar.
     """
     alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     squares: list[Tensor] = []

@@ -1,4 +1,7 @@
-"""Derivatives of a model by its inputs, carried through its forward: for losses of differential equations."""
+"""Derivatives of a model with respect to its inputs, carried through its forward.
+
+They are for losses of differential equations.
+"""
 
 from kfac_optim.taylor.laplacian import Derivatives, laplacian
 

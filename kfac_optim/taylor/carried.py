@@ -90,7 +90,7 @@ class StackedProduct(NamedTuple):
     output: Tensor
     """`[batch, positions, *shared, out]`, without the bias."""
     with_bias: int
-    """How many shared positions are given the bias, the first ones; 0 is none."""
+    """How many shared positions are given the bias, the first ones; 0: none of them."""
 
 
 class Carried(Tensor):

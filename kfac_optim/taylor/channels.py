@@ -14,7 +14,7 @@ COMPLEX = "its result is complex"
 
 
 class Channels(NamedTuple):
-    """Holds a tensor `z(x)` of one model, with its derivatives by the inputs `x` of each example."""
+    """Holds a tensor `z(x)` of one model, with its derivatives with respect to the inputs `x` of each example."""
 
     value: Tensor
     """`z`, `[*shape]`."""
@@ -195,7 +195,7 @@ def through_linear(function: Function, args: Any, kwargs: Any) -> Any:
     """Return a function that is linear in all its tensors together, as `reshape` and `cat` are.
 
     Args:
-        function: called on tensors.
+        function: the function to call on tensors.
         args: its arguments, with `Channels` among them or inside of lists and tuples; constants add to the value alone.
         kwargs: its keyword arguments, of the same kinds.
 

@@ -11,9 +11,9 @@ from kfac_optim.taylor.channels import Channels
 
 
 class Derivatives(NamedTuple):
-    """Holds a model's outputs for each example, with their derivatives by its inputs.
+    """Holds a model's outputs for each example, with their derivatives with respect to its inputs.
 
-    All are differentiable by the parameters.
+    All are differentiable with respect to the parameters.
     """
 
     value: Tensor

@@ -59,7 +59,7 @@ def range_test(
             `optimizer.observe` counts for the steps of the trials alone. Clipping of gradients, accumulation and
             schedules take no part.
         steps: how many at most, each a forward and a backward; forwards of a few batches come on top.
-        advance: is called after each step, for a progress bar.
+        advance: a function that is called after each step, for a progress bar.
 
     Returns:
         The recommendation. Where `step_size` is `QuadraticModel` or `LineSearch` there is no rate to find, where it is

@@ -120,7 +120,7 @@ class RangeTest:
         """Draw the losses of all trials, and what each has gained, into a file.
 
         Args:
-            path: of the file; its ending says which format, `.png`, `.pdf` or `.svg`.
+            path: the path of the file; its ending says which format, `.png`, `.pdf` or `.svg`.
 
         Returns:
             The `matplotlib.figure.Figure`, to change and save again.

@@ -20,9 +20,9 @@ class Trial:
     """Holds what came of one setting, trained for a few steps from where the user's model stands.
 
     Attributes:
-        lr: of the first param group.
-        damping: of the first param group.
-        losses: of each batch before its step, in the loss's own unit.
+        lr: the learning rate of the first param group.
+        damping: the damping of the first param group.
+        losses: the loss of each batch before its step, in the loss's own unit.
         gains: by how much the losses of the last batches are lower than those of the untrained model on the same
             batches. It is empty where the trial ended early, because a loss was not finite or had doubled: it exceeded
             the largest loss of the untrained model on the first batch and the last ones by more than its size.
@@ -73,8 +73,8 @@ class Start:
     """Holds what a search begins with.
 
     Attributes:
-        lr: of the first param group.
-        damping: of the first param group.
+        lr: the learning rate of the first param group.
+        damping: the damping of the first param group.
         rates: the first rates to try; empty where the optimizer finds its own.
         has_damping: whether damping has an effect.
         bounded: whether something else bounds the length of a step.

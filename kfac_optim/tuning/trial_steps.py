@@ -28,15 +28,15 @@ class TrialSteps:
     Args:
         optimizer: the user's, which is left as it is.
         loss_of: computes the loss of a batch, `[]`.
-        loader: of the batches, which are read as they are needed and held.
+        loader: the loader of the batches, which are read as they are needed and held.
         undo: puts the model and random states back, and takes hooks off.
         length: steps of a trial.
         held: how many batches at its end say what it has gained.
-        advance: is called after each step.
+        advance: a function that is called after each step.
 
     Attributes:
-        steps: taken so far.
-        forwards: further forwards, without backward.
+        steps: how many steps were taken so far.
+        forwards: how many further forwards there were, without backward.
         read_again: whether the loader has fewer batches than a trial has steps.
     """
 

@@ -32,8 +32,9 @@ def everything_undone(
     """Return a context that leaves modules, parameters, random states and loader to the bit as it found them.
 
     Args:
-        modules: with their parameters, buffers, gradients and attributes, hooks among them, and what those hold.
-        params: further ones.
+        modules: the modules, with their parameters, buffers, gradients and attributes, hooks among them, and what those
+            hold.
+        params: further parameters.
         loader: a loader of batches.
 
     Yields:

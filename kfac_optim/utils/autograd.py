@@ -147,7 +147,8 @@ def with_hook(output: Tensor, hook: Callable[..., Tensor], anchor: Tensor | None
 
     Args:
         output: what the graph goes on with.
-        hook: called with the tensors that are kept and the gradient; gives the gradient for the rest of the graph.
+        hook: a function that is called with the tensors that are kept and the gradient, and gives the gradient for the
+            rest of the graph.
         anchor: a leaf `[]` of the graph, whose gradient is zero: a backward with respect to it alone calls the hook.
         kept: tensors, saved in the graph.
     """
@@ -212,7 +213,7 @@ def reaches(weight: Tensor, node: Node | None = None) -> bool:
 
 
 def is_asked(weight: Tensor) -> bool:
-    """Return whether the backward that is running wants the gradient of `weight`: to accumulate it, or to return it.
+    """Return whether the backward that is running needs the gradient of `weight`: to accumulate it, or to return it.
 
     `ctx.needs_input_grad` does not know of the `inputs` of `torch.autograd.grad`, and says yes in all backwards.
     """
@@ -226,7 +227,8 @@ def is_asked(weight: Tensor) -> bool:
 def graph_is_kept() -> bool:
     """Tell whether the running backward leaves the graph as it is (`retain_graph`), for another to go through it.
 
-    Else nodes drop what they saved. So a second backward cannot come to a weight that the same input is multiplied by.
+    Otherwise nodes drop what they saved. So a second backward cannot come to a weight that the same input is multiplied
+    by.
     """
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # private, as AOTAutograd uses it
     return kept
@@ -288,7 +290,7 @@ def pull_back_differentiably(output: GradientEdge, vector: Tensor, to: Sequence[
 
 
 def below_transforms(tensor: Tensor) -> Tensor:
-    """Return what a tensor is without the transforms of `torch.func` that differentiate by it.
+    """Return what a tensor is without the transforms of `torch.func` that differentiate with respect to it.
 
     One that `torch.vmap` runs over stays as it is from there on.
     """

@@ -92,7 +92,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 @inline_only
 def call_as_it_is(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call `function` as a part of the graph that is being traced, if there is one, else with all within uncompiled."""
+    """Call `function` as a part of the graph being traced, if there is one; otherwise with all within uncompiled."""
     if torch.compiler.is_compiling() or get_eval_frame_callback() is None:
         return function(*args, **kwargs)
     result: T = _call_uncompiled(function, *args, **kwargs)

@@ -50,7 +50,7 @@ class PicklableHook:
     """Hooks a module, and neither pickles nor copies what it calls.
 
     Args:
-        function: is called with what the hook is given.
+        function: the function to call with what the hook is given.
         idle: while it is on, `function` is not called outside of graphs. Each layer asks at each call, so that this
             must take no longer than it has to.
     """
@@ -76,7 +76,7 @@ class PicklableHook:
 
 
 def drop_inert(module: nn.Module) -> None:
-    """Take off the module what copies and pickles have in the place of hooks of ours; else it would pile up in them."""
+    """Take off the module what stands for hooks of ours in copies and pickles; otherwise it would pile up in them."""
     before: tuple[dict[int, Any], ...] = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
     after = module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
     for hooks, *marks in (before, after):

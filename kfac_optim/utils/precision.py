@@ -55,7 +55,7 @@ def all_finite(gradients: Sequence[Tensor], joins: Joins | None = None) -> bool:
     """Return whether every element is finite, but for those on the meta device. The host waits once.
 
     Args:
-        gradients: of any layout.
+        gradients: tensors of any layout.
         joins: joins them, where others need the same ones joined.
     """
     filled = gradients

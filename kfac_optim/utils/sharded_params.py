@@ -62,7 +62,7 @@ class Shards:
     """Knows all parameters of a model that are kept in shards.
 
     Args:
-        model: in which modules may be wrapped by `fully_shard`; None has no parameters.
+        model: the model, in which modules may be wrapped by `fully_shard`; None has no parameters.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -172,7 +172,7 @@ def like(param: Tensor, part: Tensor) -> Tensor:
 
     Args:
         param: the layout.
-        part: of as many elements as `local(param)`, in any shape.
+        part: a tensor of as many elements as `local(param)`, in any shape.
     """
     part = part.reshape(local(param).shape)
     if not is_sharded(param):
@@ -198,8 +198,8 @@ def refuse_flat(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str
     """Raise where FSDP1 keeps parameters as pieces of a vector, in which no process sees a matrix.
 
     Args:
-        params: of the optimizer.
-        names: as far as they are known.
+        params: the parameters of the optimizer.
+        names: the names of parameters, as far as they are known.
 
     Raises:
         NotImplementedError: there are such parameters.

@@ -25,7 +25,7 @@ def check_number(
     """Raise TypeError for what is not a real number, ValueError for one out of range (or NaN).
 
     Args:
-        name: of the number.
+        name: the name of the number.
         value: the number.
         above: what it must be above.
         at_least: what it must be at least.
@@ -95,8 +95,8 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
     """Check every number of a param group, with `optim.SGD`'s rules for its own.
 
     Args:
-        group: with all defaults filled in.
-        where: appended to names in messages, as in `" in param group 1"`.
+        group: the group, with all defaults filled in.
+        where: the text that is appended to names in messages, as in `" in param group 1"`.
     """
     for name in ("lr", "momentum", "weight_decay"):
         value = group[name]
@@ -186,7 +186,7 @@ def check_kind(name: str, value: object, kind: type, remedy: str = "") -> None:
 
 
 def instance_remedy(value: object, *kinds: type) -> str:
-    """Return a remedy, after a space, where a class was given in the place of an instance of `kinds`; else nothing."""
+    """Return a remedy, after a space, where a class was given in place of an instance of `kinds`; otherwise nothing."""
     return f" Pass an instance: {value.__name__}(...)." if isinstance(value, type) and issubclass(value, kinds) else ""
 
 

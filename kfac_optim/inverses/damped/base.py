@@ -74,8 +74,8 @@ def keep_inverses(jobs: Sequence[DampedJob], inverses: Tensor, attempts: Tensor,
     """Take the groups that are usable, and leave the others at their last good inverse.
 
     Args:
-        jobs: of one batch.
-        inverses: of the groups of all jobs, like those to be replaced.
+        jobs: the jobs of one batch.
+        inverses: the inverses of the groups of all jobs, shaped like those to be replaced.
         attempts: `[n]`, 0 where all failed.
         conditions: condition numbers, `[n]`.
     """

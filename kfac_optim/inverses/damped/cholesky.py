@@ -30,11 +30,11 @@ class Cholesky(PairInverse[CholeskyState]):
     the same in a fraction of the time.
 
     Args:
-        dtype: in which inverses are kept and applied; None is that of the factors, but at least float32. With
-            `torch.bfloat16` they take half the memory, and their products 0.45 of the time on a CPU that multiplies it
-            (AVX-512 in halves; 1000 × 785, two threads); each of the two products then rounds to 8 bits, which turns
-            the preconditioned gradient by less than a hundredth of its length. Inverses are computed in full precision
-            all the same.
+        dtype: the dtype in which inverses are kept and applied; None is that of the factors, but at least float32.
+            With `torch.bfloat16` they take half the memory, and their products 0.45 of the time on a CPU that
+            multiplies it (AVX-512 in halves; 1000 × 785, two threads); each of the two products then rounds to 8 bits,
+            which turns the preconditioned gradient by less than a hundredth of its length. Inverses are computed in
+            full precision all the same.
 
     Raises:
         TypeError: `dtype` is no dtype.

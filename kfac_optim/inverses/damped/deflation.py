@@ -89,9 +89,9 @@ def hand_back(jobs: "Sequence[DeflationJob]", pairs: Eigenpairs, traces: Tensor,
     """Take the groups that are usable, and leave the others at what they had last.
 
     Args:
-        jobs: of one batch.
+        jobs: the jobs of one batch.
         pairs: the leading ones of the groups of all jobs, ascending.
-        traces: of the factors, `[n]`.
+        traces: the traces of the factors, `[n]`.
         shift: their damping, `[n]`.
     """
     usable, values = settle(jobs, pairs.attempts), pairs.values
@@ -111,7 +111,7 @@ def hand_back(jobs: "Sequence[DeflationJob]", pairs: Eigenpairs, traces: Tensor,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeflationJob(FactorJob):
-    """Says how a wide factor is damped, which powers of its inverse are wanted, and where what is computed goes."""
+    """Says how a wide factor is damped, which powers of its inverse are needed, and where what is computed goes."""
 
     state: DeflatedState[Any]
     damped: Damped
@@ -138,7 +138,7 @@ def apply_sides(a: Side | None, g: Side | None, columns: Sequence[Tensor], dtype
         a: the inverse over `in`.
         g: the inverse over `out`.
         columns: the matrix, in parts `[groups, out, in_i]` side by side; in one part where `a` is whole.
-        dtype: of the computation.
+        dtype: the dtype of the computation.
 
     Returns:
         The parts of the result, new tensors.

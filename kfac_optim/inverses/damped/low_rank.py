@@ -31,7 +31,7 @@ from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Struc
 from kfac_optim.utils.validation import check_integer
 
 LowRankState = DeflatedState[Side]
-"""A side is a `Deflation` where the factor is sketched, or dense and wide enough, else the inverse itself."""
+"""A side is a `Deflation` where the factor is sketched, or dense and wide enough, otherwise the inverse itself."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LowRank(PairInverse[LowRankState]):
     `sketch=64` and `rank=32` had cosines of 0.96 to 1.00 with those of whole factors, with exact eigenpairs of that
     rank 0.97 to 1.00. Narrower factors stay whole.
 
-    Use it where layers are wide and steps cost much; the memory of inverses nearly vanishes too. Products want the full
+    Use it where layers are wide and steps cost much; the memory of inverses nearly vanishes too. Products need the full
     precision of float32: the small rest of a leading direction is a difference, so that TF32, which has 10 bits, would
     leave it off by a thousandth of the whole.
 

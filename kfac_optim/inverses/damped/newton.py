@@ -72,10 +72,10 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
     where condition numbers are small. Use `Cholesky` on CPUs: this refresh takes 3 to 15 times as long.
 
     Args:
-        steps: of two products each, for every factor at every refresh.
+        steps: how many steps, of two products each, every factor takes at every refresh.
         tolerance: largest residual that is let through. With 1e-2 no eigenvalue of a factor narrower than 10,000 is off
             by its whole size.
-        dtype: of the products in all but the last two steps, where it is narrower than the factors: with
+        dtype: the dtype of the products in all but the last two steps, where it is narrower than the factors: with
             `torch.bfloat16` factors of condition numbers above 1e3 fall back. None is the factors' dtype.
     """
 

@@ -152,8 +152,8 @@ def _refresh_whole(structure: Structure, jobs: Sequence[FactorJob], shift: Tenso
     """Stack every group of every job, of one size, into one batch, and hand the parts back.
 
     Args:
-        structure: of the factors.
-        jobs: of one batch.
+        structure: the structure of the factors.
+        jobs: the jobs of one batch.
         shift: the damping of the groups of all jobs, `[n]`.
     """
     average, shift = averages(jobs), shift.unsqueeze(-1)

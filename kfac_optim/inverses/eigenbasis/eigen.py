@@ -21,7 +21,7 @@ class Eigen(EigenbasisInverse[EigenState]):
     counts as that unit, as the gradient's rounding noise would otherwise grow without bound.
 
     Use it where λ changes from step to step, by a schedule or by adaptation, or where the damping must be exact, as in
-    a comparison with other solvers. It wants a larger λ than `Cholesky`: at the same one it damps less.
+    a comparison with other solvers. It needs a larger λ than `Cholesky`: at the same one it damps less.
 
     Condition numbers in `metrics()` are those of the factors as `Cholesky` would damp them at the last refresh, in
     the 2-norm: `A + π√λ I` and `G + (√λ/π) I`.

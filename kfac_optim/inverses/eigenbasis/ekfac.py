@@ -46,7 +46,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     weight, whose one-hot rows are never built.
 
     Use it where refreshes must be rare, or where inputs and gradients of a layer depend on each other, which the
-    product of two factors cannot express. It wants a larger λ than `Cholesky`, as `Eigen` does.
+    product of two factors cannot express. It needs a larger λ than `Cholesky`, as `Eigen` does.
 
     On several processes each samples `S` of its own examples, and what divides the gradient is the `S` of all as of
     the last refresh, where one process updates it at every step with statistics: the two are equal where the periods

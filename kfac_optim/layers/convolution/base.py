@@ -43,7 +43,7 @@ class PatchStatistics(RowStatistics, Generic[N]):
     Args:
         module: the convolution, for its kernel and groups; for stride, padding and dilation where the context of the
             call does not tell them.
-        spec: as in `RowStatistics`, as are `call` and `dtype`.
+        spec: the layer; `spec`, `call` and `dtype` are as in `RowStatistics`.
     """
 
     rows_suffice = True
