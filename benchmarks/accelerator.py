@@ -73,7 +73,7 @@ _KINDS = ("plain", "statistics", "refresh")  # of steps: without statistics, wit
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A model, a batch and a loss; the loss is a mean over ``loss_terms``."""
+    """Holds a model, a batch and a loss; the loss is a mean over ``loss_terms``."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
@@ -125,14 +125,14 @@ QUICK = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One variant.
+    """Describes one variant.
 
     Attributes:
-        name: for the table.
-        periods: of K-FAC; None is SGD.
-        options: of the optimizer.
+        name: its name in the table.
+        periods: the periods of K-FAC; None is SGD.
+        options: the arguments of the optimizer.
         tf32: whether float32 products are rounded to TF32.
-        compiled: whether the model is.
+        compiled: whether the model is compiled.
     """
 
     name: str
@@ -144,14 +144,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """One variant.
+    """Holds what one variant costs.
 
     Attributes:
-        seconds: of a step, median over the rounds.
-        ratio: to fused SGD, or where the model is compiled to that with a compiled model.
+        seconds: the seconds of a step, median over the rounds.
+        ratio: the ratio to fused SGD, or where the model is compiled to that with a compiled model.
         ratios: its median, lowest and highest over the rounds.
         peak_bytes: the most that any step takes beyond what is held between steps.
-        state_bytes: that the optimizer holds between steps.
+        state_bytes: the bytes that the optimizer holds between steps.
         waits: how often the host waits for the device, in the median and the worst step; None where that is not to be
             known.
         kinds: seconds of one step of each kind that was met, with the device idle before and after it, the median over
@@ -171,7 +171,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class RefreshCost:
-    """One representation: seconds of refreshing all blocks, and matrices that failed, or fell back to Cholesky."""
+    """Holds seconds of refreshing all blocks by a representation, and matrices that failed or fell back to Cholesky."""
 
     representation: str
     seconds: float
@@ -181,7 +181,7 @@ class RefreshCost:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A range of ours, or a kernel, in a profile of one step: milliseconds on the host and the device, and calls."""
+    """Holds a range of ours, or a kernel, in a profile of one step: milliseconds on host and device, and calls."""
 
     name: str
     host_ms: float
@@ -191,7 +191,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """All figures of one model; ``widths`` counts the dense factors by size."""
+    """Holds all figures of one model; ``widths`` counts the dense factors by size."""
 
     model: str
     parameters: int
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def settings(periods: Sequence[Periods], names: Collection[str]) -> list[Setting]:
-    """SGD, K-FAC at each of ``periods``, and K-FAC with one thing changed, where ``names`` has it."""
+    """Return SGD, K-FAC at each of ``periods``, and K-FAC with one thing changed, where ``names`` has it."""
     first = periods[0]
     every = [
         Setting(_BASELINE, options={"fused": True}),
@@ -303,7 +303,7 @@ def measure(
 
 
 def _watched(setting: Setting) -> int:
-    """How many steps are looked at one by one: from a refresh to the second statistics after it."""
+    """Return how many steps are looked at one by one: from a refresh to the second statistics after it."""
     return 1 if setting.periods is None else min(setting.periods.common, 2 * setting.periods.factor + 1)
 
 
@@ -374,7 +374,7 @@ def _count_waits(step: Callable[[], None], steps: int, device: torch.device, cou
 
 
 def shares_of(step: Callable[[], None], device: torch.device) -> list[Share]:
-    """Of one step our own ranges, then the kernels that take most of the device, or on a CPU the operators."""
+    """Return our own ranges in one step, then the kernels that take most of the device, or on a CPU the operators."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     synchronize(device)
     with profile(activities=activities) as profiler:
@@ -405,7 +405,7 @@ def refresh_costs(
     representations: Sequence[str],
     quick: bool,
 ) -> list[RefreshCost]:
-    """A refresh of all blocks by each representation, by itself."""
+    """Time a refresh of all blocks by each representation, by itself."""
     costs = []
     for inverse in map(REPRESENTATIONS.__getitem__, representations):
         setting = Setting("", Periods(1, NEVER), {"inverse": inverse})
@@ -435,7 +435,7 @@ def _refresh(optimizer: Optimizer) -> None:
 
 
 def _widths(optimizer: Optimizer) -> dict[int, int]:
-    """How many dense matrices of each width there are, by falling width."""
+    """Return how many dense matrices of each width there are, by falling width."""
     assert isinstance(optimizer, KFACOptimizer)
     dense = [factor for pair in optimizer.factors().values() for factor in pair if factor is not None]
     found = Counter(width for factor in dense if factor.dim() == 3 for width in [factor.shape[-1]] * len(factor))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 
 class UsageError(ValueError):
-    """Arguments that are right one by one and wrong together; the command line reports it and exits with 2."""
+    """Says that arguments are right one by one and wrong together; the command line reports it and exits with 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Periods:
-    """Optimizer steps between statistics, and between refreshes of the inverses."""
+    """Holds the optimizer steps between statistics, and between refreshes of the inverses."""
 
     factor: int
     inverse: int
@@ -24,7 +24,7 @@ class Periods:
 
     @property
     def common(self) -> int:
-        """Steps after which both periods begin again."""
+        """Return the steps after which both periods begin again."""
         return math.lcm(self.factor, self.inverse)
 
 

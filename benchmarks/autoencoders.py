@@ -59,17 +59,17 @@ _CURVES = 20_000  # training images, as in the original
 _PERIOD = 10  # steps between two readings
 
 Setting = Mapping[str, float]
-"""Arguments of an optimizer."""
+"""Holds the arguments of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Images, and the autoencoder for them.
+    """Describes images, and the autoencoder for them.
 
     Attributes:
         images: ``(data folder or None) → [examples, 784]``.
-        widths: from the pixels to the code.
-        steps: of a full run, unless told otherwise.
+        widths: the widths of the layers, from the pixels to the code.
+        steps: the steps of a full run, unless told otherwise.
     """
 
     images: Callable[[Path | None], Tensor]
@@ -104,7 +104,7 @@ def _adam(model: nn.Module, _: int, lr: float) -> Optimizer:
 
 
 def _kfac(choices: Callable[[int], Mapping[str, Any]]) -> Callable[..., Optimizer]:
-    """``choices`` are ``(batch size) → arguments``."""
+    """Return a maker of K-FAC; ``choices`` are ``(batch size) → arguments``."""
 
     def make(model: nn.Module, batch_size: int, **setting: Any) -> Optimizer:
         return KFACOptimizer(
@@ -145,7 +145,7 @@ _ADAPTED = {
 
 
 def _of_a_quarter(batch_size: int) -> dict[str, Any]:
-    """Thin inverses, and statistics of a quarter of the examples."""
+    """Return thin inverses, and statistics of a quarter of the examples."""
     return {"estimate": PIXELS, "inverse": LowRank(), "subsample": Subsample(examples=max(1, batch_size // 4))}
 
 
@@ -163,7 +163,7 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Cross-entropy in nats and squared error, both summed over the pixels and averaged over images."""
+    """Holds cross-entropy in nats and squared error, both summed over the pixels and averaged over images."""
 
     steps: int
     seconds: float
@@ -173,7 +173,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A method with one setting."""
+    """Holds a run of a method with one setting."""
 
     method: str
     setting: Setting
@@ -182,17 +182,17 @@ class Run:
 
     @property
     def result(self) -> float:
-        """The last cross-entropy; infinite where the run diverged."""
+        """Return the last cross-entropy; infinite where the run diverged."""
         return math.inf if self.diverged else self.readings[-1].cross_entropy
 
     def by(self, seconds: float) -> Reading | None:
-        """The last reading after at most so many seconds."""
+        """Return the last reading after at most so many seconds."""
         return next((reading for reading in reversed(self.readings) if reading.seconds <= seconds), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What all methods of a comparison have in common: the network, its first weights and its batches.
+    """Holds what all methods of a comparison have in common: the network, its first weights and its batches.
 
     Attributes:
         images: ``[examples, 784]``.
@@ -207,7 +207,7 @@ class Course:
     def train(
         self, make: Callable[..., Optimizer], setting: Setting, advance: Callable[[int], object]
     ) -> tuple[bool, list[Reading]]:
-        """Whether training diverged, and a reading after every ``_PERIOD`` steps; ``advance`` is told of them."""
+        """Return whether training diverged, and readings after every ``_PERIOD`` steps; ``advance`` is told of them."""
         torch.manual_seed(self.seed)
         model = sparse_autoencoder(self.widths, nn.Tanh, TANH_SCALE)
         readings: list[Reading] = []
@@ -274,7 +274,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_grids(course: Course, methods: Mapping[str, Method], console: Console) -> list[Run]:
-    """One run for every method and setting."""
+    """Make one run for every method and setting."""
     runs = []
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         for name, method in methods.items():
@@ -286,14 +286,14 @@ def run_grids(course: Course, methods: Mapping[str, Method], console: Console) -
 
 @torch.no_grad()
 def errors(model: nn.Module, images: Tensor) -> tuple[float, float]:
-    """Cross-entropy in nats and squared error of the reconstruction, summed over pixels, mean over ``[n, 784]``."""
+    """Return cross-entropy in nats and squared error of reconstruction, summed over pixels, mean over ``[n, 784]``."""
     logits = model(images)
     squares = (logits.sigmoid() - images).square().sum() / len(images)
     return reconstruction_loss(logits, images).item(), squares.item()
 
 
 def equal_seconds(runs: Sequence[Run]) -> float | None:
-    """Training time after which the first of the methods had done all its steps; None where all diverged."""
+    """Return the training time after which the first of the methods had done all its steps; None where all diverged."""
     return min((run.readings[-1].seconds for run in runs if not run.diverged), default=None)
 
 
@@ -309,7 +309,7 @@ def grid_table(runs: Sequence[Run], best: Sequence[Run]) -> Table:
 
 
 def result_table(runs: Sequence[Run], steps: int, seconds: float | None) -> Table:
-    """Training errors after equal steps, and after equal seconds."""
+    """Show training errors after equal steps, and after equal seconds."""
     table = Table(title="Training error: squared error, and cross-entropy in nats", box=box.SIMPLE)
     table.add_column("method", no_wrap=True)
     by_then = "" if seconds is None else f"by {seconds:.0f} s"

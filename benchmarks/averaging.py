@@ -1,7 +1,7 @@
 """What does the average of the iterates gain, at a constant rate and with one that falls to zero?
 
-Problems of `compare`, trained by KFACOptimizer with momentum 0.9 and `average=IterateAverage()`, else at its defaults.
-At the end of each run the measures of the problem are read twice: of the trained parameters, and after
+Problems of `compare`, trained by KFACOptimizer with momentum 0.9 and `average=IterateAverage()`, otherwise at its
+defaults. At the end of each run the measures of the problem are read twice: of the trained parameters, and after
 `optimizer.eval()` of their average. Medians over seeds.
 """
 
@@ -43,7 +43,7 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run ended with; `iterate` and `average` are None where it diverged."""
+    """Holds what one run ended with; `iterate` and `average` are None where it diverged."""
 
     lr: float
     decay: str

@@ -36,7 +36,7 @@ _QUICK_SIZES = (16, 64)
 _POINTS = 40  # of a curve in the JSON, at most
 
 Repeats = Mapping[tuple[int, Aim], Runs]
-"""By batch size and by the measure the trial was chosen for."""
+"""Holds runs by batch size and by the measure that the trial was chosen for."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -96,7 +96,7 @@ def at_least(args: argparse.Namespace) -> int:
 
 
 def of_size(problem: Problem, size: int, examples: int) -> Problem:
-    """With batches of ``size``, and as many whole periods as it takes to see ``examples``; not shorter than it is."""
+    """Return the problem in batches of ``size``, with whole periods to see ``examples``, and not shorter than it is."""
     steps = max(problem.steps, math.ceil(examples / size))
     steps = math.ceil(steps / problem.period) * problem.period
     return replace(problem, batch=FixedBatch(size), steps=steps)

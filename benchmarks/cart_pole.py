@@ -50,7 +50,7 @@ _AIM, _TARGET = Aim.VALIDATION, float(LONGEST - SOLVED)
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """An optimizer.
+    """Describes an optimizer.
 
     Attributes:
         what: its choices that are the same in all trials, in words.
@@ -106,12 +106,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Race:
-    """Adam and K-FAC on CartPole-v1.
+    """Compares Adam and K-FAC on CartPole-v1.
 
     Args:
-        names: of the optimizers.
+        names: the names of the optimizers.
         limit: steps of the environment after which a repeat ends; trials end after half of them.
-        seeds: of repeats, from 1 on.
+        seeds: how many repeats there are, with seeds from 1 on.
         out: folder for runs, JSON and PNG.
         quick: whether one tuning seed, one weight of the value and two settings are all.
     """
@@ -231,9 +231,9 @@ def balance(
     """Train until it is solved, or for ``limit`` steps of the environment, and add to ``readings``.
 
     Args:
-        updates: of the parameters: yields numbers of steps, and the lengths of episodes that ended in them.
-        limit: of steps.
-        readings: a last one where it is solved.
+        updates: updates the parameters: yields numbers of steps, and the lengths of episodes that ended in them.
+        limit: how many steps there are at most.
+        readings: what readings are added to, a last one where it is solved.
         advance: called with the number of steps after each update.
     """
     steps, due = 0, _READING

@@ -9,7 +9,7 @@ counted of evaluation.
 
 Runs are kept under --out one by one: a study that was interrupted goes on where it stopped, and more --trials or
 --seeds are added to those that are there. Trials are chosen by steps, so that they may run beside other work, several
-commands with other --optimizers and one --out at a time; the seconds of repeats want an idle machine. With --trials-of
+commands with other --optimizers and one --out at a time; the seconds of repeats need an idle machine. With --trials-of
 the trials are those of an earlier result, but for optimizers that have tried other settings there.
 """
 
@@ -165,7 +165,7 @@ def setting_table(repeated: Runs) -> Table:
 
 
 def result_table(study: Study, repeated: Runs, targets: Sequence[Target]) -> Table:
-    """Medians over seeds, with the lowest and highest; of steps and seconds also as part of the target's setter's."""
+    """Show medians over seeds, with lowest and highest; of steps and seconds also as part of the target's setter's."""
     aim = study.problem.aim
     table = Table(
         title=f"{study.problem.title}: {measure_name(study.problem)}",
@@ -192,7 +192,7 @@ def spread_in_words(spread: Spread) -> str:
 
 
 def arrival_in_words(arrival: Arrival, runs: int, setter: Arrival) -> tuple[str, str]:
-    """Steps and seconds."""
+    """Return steps and seconds in words."""
     if math.isinf(arrival.steps.median):
         return f"{arrival.reached} of {runs}", "—"
     steps, seconds = (

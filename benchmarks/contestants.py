@@ -37,12 +37,12 @@ _HORIZON = Range(0.25, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """An optimizer.
+    """Describes an optimizer.
 
     Attributes:
         make: ``(model, problem, setting, **choices) → optimizer``; the setting has a ``weight_decay`` on every problem.
         space: what is searched on every problem.
-        term_powers: by name in ``space``, the power of the number of summed loss terms that its range goes with.
+        term_powers: the power of the number of summed loss terms that a range of ``space`` goes with, by its name.
         choices: ``(problem) → arguments of the optimizer`` that are no numbers.
         weight_decay: its range, where the problem has it searched; None leaves it at the problem's.
         baseline: whether targets are set by it.
@@ -58,7 +58,7 @@ class Contestant:
     full_batch: bool = False
 
     def box(self, problem: Problem) -> dict[str, Range]:
-        """All that is searched on ``problem``."""
+        """Return all that is searched on ``problem``."""
         box = {name: span.scaled(problem.terms ** self.term_powers.get(name, 0)) for name, span in self.space.items()}
         if problem.tunes_weight_decay and self.weight_decay is not None:
             box["weight_decay"] = self.weight_decay
@@ -84,7 +84,7 @@ class Contestant:
 
 
 class MuonWithAdamW(Optimizer):
-    """``torch.optim.Muon`` for hidden weights, ``AdamW`` for all other parameters, as its documentation advises.
+    """Trains hidden weights by ``torch.optim.Muon``, all other parameters by ``AdamW``, as its documentation advises.
 
     Muon has the weights with two dimensions or more but for embeddings and the output layer (the last of them); kernels
     are flattened to ``[out, in · k · k]`` (Jordan et al. 2024). Its rate is matched to AdamW's (Liu et al. 2025,
@@ -118,7 +118,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Weights with two dimensions or more, in the model's order; no embeddings, of positions neither."""
+    """Yield weights with two dimensions or more, in the model's order; no embeddings, of positions neither."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
@@ -168,7 +168,7 @@ def _lbfgs(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
 
 
 def _shampoo(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
-    """Without momentum: its buffer holds the preconditioned gradient, which it preconditions again, and diverges."""
+    """Leave momentum out: its buffer has preconditioned gradients, which Shampoo preconditions again, and diverges."""
     made: Optimizer = torch_optimizer.Shampoo(
         model.parameters(),
         setting["lr"],

@@ -46,10 +46,10 @@ _FIRST, _CAP = 2**20, 25 * 2**20
 
 @dataclass
 class Phase:
-    """What one phase of a step sends and holds.
+    """Counts what one phase of a step sends and holds.
 
     Attributes:
-        launches: as they were told of, in order.
+        launches: the launches as they were told of, in order.
         sent: bytes handed to ``torch.distributed`` for other ranks.
         received: bytes that others hand over.
         buffers: bytes of storages at the peak that are gone when the phase ends.
@@ -63,14 +63,14 @@ class Phase:
 
 @dataclass
 class Counted:
-    """One rank in one step that refreshes.
+    """Holds what was counted on one rank in one step that refreshes.
 
     Attributes:
-        plan: that the rank goes by.
-        rank: which.
+        plan: the plan that the rank goes by.
+        rank: the rank's number.
         rows: parameters in each bucket of the wrapper, as owner and elements.
-        largest_bucket: bytes.
-        phases: by name: gradients, agreement, scalars, sums, results, parameters.
+        largest_bucket: the bytes of the largest bucket.
+        phases: the phases by name: gradients, agreement, scalars, sums, results, parameters.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ def count(
 
 
 def module_of(model: Model) -> nn.Module:
-    """A module on the meta device with layers of these shapes; a convolution is a linear layer over its patches."""
+    """Return a module on the meta device with these layer shapes; a convolution is a linear layer over its patches."""
     whole = nn.Module()
     with torch.device("meta"):
         for each in model:
@@ -118,7 +118,7 @@ def module_of(model: Model) -> nn.Module:
 
 
 class _Run:
-    """One optimizer on the faked group, ready to step."""
+    """Has one optimizer on the faked group, ready to step."""
 
     def __init__(
         self, model: Model, strategy: Strategy, cost: CostModel, exchange: Exchange, periods: tuple[int, int]
@@ -241,7 +241,7 @@ def _sum(exchange: StatisticsExchange, blocks: Sequence[KFACBlock]) -> None:
 
 
 class _Done:
-    """A collective that has ended."""
+    """Stands for a collective that has ended."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -259,7 +259,7 @@ class _Done:
 
 
 class _Wrapper:
-    """What the hook asks of DDP."""
+    """Has what the hook asks of DDP."""
 
     gradient_as_bucket_view = False
     _comm_hooks = ()
@@ -276,7 +276,7 @@ class _Wrapper:
 
 
 class _Bucket:
-    """What the hook asks of ``GradBucket``."""
+    """Has what the hook asks of ``GradBucket``."""
 
     def __init__(self, number: int, params: Sequence[nn.Parameter], *, last: bool) -> None:
         self._number, self._params, self._last = number, list(params), last
@@ -302,7 +302,7 @@ class _Bucket:
 
 
 def _buckets(params: Sequence[nn.Parameter]) -> list[Any]:
-    """Buckets as DDP has them from the second step on: in the order of backward, each closed once it is full."""
+    """Return buckets as DDP has them from the second step on: in the order of backward, each closed once it is full."""
     filled: list[list[nn.Parameter]] = [[]]
     size, limit = 0, _FIRST
     for param in reversed(params):
@@ -344,7 +344,7 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gone[number] = self._clock
 
     def peak(self) -> int:
-        """Bytes at the peak, of storages that are gone by now."""
+        """Return the bytes at the peak, of storages that are gone by now."""
         events = [(when, size) for number, (when, size) in self._made.items() if number in self._gone]
         events += [(when, -self._made[number][1]) for number, when in self._gone.items()]
         held = most = 0

@@ -43,7 +43,7 @@ _SPREAD = 0.05
 
 @dataclass(frozen=True, slots=True)
 class CountedPoint:
-    """One model on some ranks, by segments.
+    """Holds the figures of one model on some ranks, by segments.
 
     Attributes:
         model: its name.
@@ -56,13 +56,13 @@ class CountedPoint:
         buffers: counted, bytes at the peak, by phase.
         largest_bucket: bytes.
         seconds: predicted from the counted messages, of a step, averaged over the periods.
-        parts: of these, by what they are spent on.
+        parts: the parts of these seconds, by what they are spent on.
         sgd_seconds: predicted.
-        slowed: as ``seconds``, on the slower machine.
+        slowed: what ``seconds`` are on the slower machine.
         sgd_slowed: likewise, of SGD.
         everywhere: names of layers that all ranks work on.
-        floor: of ``seconds`` over ``sgd_seconds``: what an owner's equal share, or the largest layer with one owner,
-            takes over a link, to the owner and back.
+        floor: the floor of ``seconds`` over ``sgd_seconds``: what an owner's equal share, or the largest layer with one
+            owner, takes over a link, to the owner and back.
     """
 
     model: str
@@ -134,7 +134,7 @@ def _rows(counted: Counted) -> list[OwnedRow]:
 
 
 def _moved(counted: Counted) -> list[tuple[float, float]]:
-    """Bytes that each rank sends and receives in a step, averaged over the periods, by the plan."""
+    """Return the bytes that each rank sends and receives in a step, averaged over the periods, by the plan."""
     plan, size = counted.plan, counted.plan.options.parameter_dtype.itemsize
     rare, everyone, others = plan.options.inverse_update_period, range(plan.ranks), plan.ranks - 1
     to_all = sum(2 * others / plan.ranks * row.elements * size for row in _rows(counted) if row.to_all)
@@ -165,7 +165,7 @@ def on_paper(
     limit: float | None = None,
     ranks: int | None = None,
 ) -> list[Message]:
-    """The messages by which layouts of one payload are carried out, in their order, as a rank sees them.
+    """Return the messages by which layouts of one payload are carried out, in their order, as a rank sees them.
 
     The last two arguments are those of ``batches``.
     """
@@ -179,7 +179,7 @@ def on_paper(
 
 
 def _bounds(plan: Plan, payload: Payload) -> tuple[float | None, int | None]:
-    """The last two arguments of ``on_paper`` and of ``batches``."""
+    """Return the last two arguments of ``on_paper`` and of ``batches``."""
     if payload is Payload.SUMS:
         return sum_limit(plan, payload), plan.ranks
     return (delivery_limit(plan) if payload is Payload.PARAMETERS else None), None
@@ -210,7 +210,7 @@ def _check(counted: Counted) -> None:
 
 
 def _parts(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> dict[str, float]:
-    """Seconds of a step; ``paper`` is the plan of the same model with its rows, for what is computed."""
+    """Return seconds of a step; ``paper`` is the plan of the same model with its rows, for what is computed."""
     phases, seconds, period = counted.phases, paper.seconds, paper.options.inverse_update_period
 
     def reducing(*names: str) -> float:
@@ -233,7 +233,7 @@ def _parts(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> dict
 
 
 def _all_reducing(message: Message, ranks: int, cost: CostModel) -> float:
-    """Seconds of a small all-reduce; others are not looked at."""
+    """Return the seconds of a small all-reduce; others are not looked at."""
     if message.collective is not Collective.ALL_REDUCE:
         return 0.0
     size = message.sent_bytes * ranks / (ranks - 1) / 2
@@ -246,7 +246,7 @@ def _carrying_out(
     limit: float | None = None,
     summing: int | None = None,
 ) -> list[float]:
-    """Seconds of the messages of each layout; those of a batch between segments and owners are its last one's."""
+    """Return seconds of each layout's messages; those of a batch between segments and owners are its last one's."""
     found = [0.0] * len(layouts)
     segmented = [number for number, each in enumerate(layouts) if each.segmented]
     for number, each in enumerate(layouts):
@@ -268,7 +268,7 @@ def _carrying_out(
 
 
 def _exposed(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> float:
-    """Seconds of gradients' messages that backward does not hide; each begins when its last gradient is there."""
+    """Return seconds of gradient messages that backward does not hide; each begins when its last gradient is there."""
     flops = [each.rows * each.words if isinstance(each, Covered) else 0 for each in model]
     done, clock = [0.0] * len(model), 0.0
     for position in reversed(range(len(model))):
@@ -284,7 +284,7 @@ def _exposed(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> fl
 
 
 def counted_table(points: Sequence[CountedPoint]) -> Table:
-    """Of one or more models; each column says how it was come by."""
+    """Show one or more models; each column says how it was come by."""
     table = Table(
         *("model", "P", "bytes", "peak", "buffers", "ms", "/SGD", "floor", "eff.", "slow"),
         title="Sharded() by segments, one rank's real code on a faked group",

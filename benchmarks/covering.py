@@ -33,9 +33,9 @@ class Covering:
     """Knows the quick tests of a checkout, and which lines of the package each executes.
 
     Args:
-        root: of the checkout.
+        root: the folder of the checkout.
         trace: runs pytest with words, and returns its exit code first.
-        folder: where what was seen is kept.
+        folder: the folder in which what was seen is kept.
     """
 
     def __init__(self, root: Path, trace: Callable[[Sequence[str]], Any], folder: Path | None = None) -> None:
@@ -121,7 +121,7 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 class _Recorder:
-    """A plugin of pytest that appends a line for each test that passes."""
+    """Appends a line for each test that passes, as a plugin of pytest."""
 
     def __init__(self, path: Path) -> None:
         from helpers.ranks import Ranks  # type: ignore[import-not-found]

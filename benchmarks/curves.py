@@ -23,7 +23,7 @@ _CHUNK = 4096  # images drawn at a time, to bound memory
 
 
 def curves(images: int, seed: int) -> Split:
-    """``[images, 1, 28, 28]`` pixels in [0, 1], and as targets the points ``(x, y)`` behind them, ``[images, 3, 2]``.
+    """Draw curves, ``[images, 1, 28, 28]`` in [0, 1], with their points ``(x, y)`` as targets, ``[images, 3, 2]``.
 
     One seed always gives the same images.
     """
@@ -34,7 +34,7 @@ def curves(images: int, seed: int) -> Split:
 
 
 def draw(points: Tensor) -> Tensor:
-    """The curves through ``[images, 3, 2]``, in float64, as pixels ``[images, 1, 28, 28]``, in float32."""
+    """Draw the curves through ``[images, 3, 2]``, in float64, as pixels ``[images, 1, 28, 28]``, in float32."""
     x, y = pen_positions(points).float().unbind(-1)  # [images, dots] each
     centres = torch.arange(SIDE) + 0.5
     # A Gaussian dot is the product of its profile down the rows and its profile along the columns.
@@ -45,7 +45,7 @@ def draw(points: Tensor) -> Tensor:
 
 
 def pen_positions(points: Tensor) -> Tensor:
-    """Places ``(x, y)`` at equal arc length along the curves through ``[images, 3, 2]``, ends included.
+    """Return places ``(x, y)`` at equal arc length along the curves through ``[images, 3, 2]``, ends included.
 
     Returns:
         ``[images, 60, 2]``.
@@ -64,7 +64,7 @@ def pen_positions(points: Tensor) -> Tensor:
 
 
 def spline(points: Tensor, x: Tensor) -> Tensor:
-    """The natural cubic splines through ``[images, 3, 2]`` at ``x [images, places]``.
+    """Return the natural cubic splines through ``[images, 3, 2]`` at ``x [images, places]``.
 
     With three points only the second derivative at the middle one is unknown: at the ends of a natural spline it is 0.
     """
@@ -78,7 +78,7 @@ def spline(points: Tensor, x: Tensor) -> Tensor:
 
 
 def _draw_points(images: int, generator: torch.Generator) -> Tensor:
-    """Points ``[images, 3, 2]`` in float64, uniform among those that keep their distance and their curve in sight."""
+    """Draw float64 points ``[images, 3, 2]``, uniform among those that keep their distance and their curve in sight."""
     kept = torch.empty(0, 3, 2, dtype=torch.float64)
     while len(kept) < images:
         points = torch.empty(_CHUNK, 3, 2, dtype=torch.float64).uniform_(_LOWEST, _HIGHEST, generator=generator)
@@ -91,6 +91,6 @@ def _draw_points(images: int, generator: torch.Generator) -> Tensor:
 
 
 def _table_of_x(points: Tensor) -> Tensor:
-    """Equally spaced from the first to the last point, ``[images, table]``."""
+    """Return equally spaced places from the first to the last point, ``[images, table]``."""
     first, last = points[:, :1, 0], points[:, 2:, 0]
     return first + (last - first) * torch.linspace(0, 1, _TABLE, dtype=points.dtype)

@@ -64,7 +64,7 @@ _CLASSES = 10  # in each of the three datasets
 
 
 def digits() -> ImageData:
-    """1,797 images of 8 × 8 pixels in [0, 1], split 1,437 to 360 by a fixed permutation."""
+    """Read 1,797 images of 8 × 8 pixels in [0, 1], split 1,437 to 360 by a fixed permutation."""
     pixels, classes = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16.0  # the file counts ink from 0 to 16
     labels = torch.from_numpy(classes).long()
@@ -75,18 +75,18 @@ def digits() -> ImageData:
 
 
 def mnist(data_dir: Path | None = None) -> ImageData:
-    """60,000 training and 10,000 test images of 28 × 28 grey pixels in [0, 1]."""
+    """Read 60,000 training and 10,000 test images of 28 × 28 grey pixels in [0, 1]."""
     return _load("mnist", data_dir)
 
 
 def cifar10(data_dir: Path | None = None) -> ImageData:
-    """50,000 training and 10,000 test images of 3 × 32 × 32 colour pixels in [0, 1]."""
+    """Read 50,000 training and 10,000 test images of 3 × 32 × 32 colour pixels in [0, 1]."""
     return _load("cifar10", data_dir)
 
 
 @dataclass(frozen=True, slots=True)
 class TextData:
-    """Characters as numbers, ``[length]`` int64: the first nine tenths to train on, the rest to validate."""
+    """Holds characters as numbers, ``[length]`` int64: the first nine tenths to train on, the rest to validate."""
 
     train: Tensor
     validation: Tensor
@@ -94,7 +94,7 @@ class TextData:
 
 
 def tinyshakespeare(data_dir: Path | None = None) -> TextData:
-    """1,115,394 characters of Shakespeare's plays, 65 different ones."""
+    """Read 1,115,394 characters of Shakespeare's plays, 65 different ones."""
     if data_dir is None:
         # The dataset's own form is a script; the hub keeps a converted copy.
         splits = _from_hub("karpathy/tiny_shakespeare", "its input.txt", revision="refs/convert/parquet")
@@ -112,7 +112,7 @@ def tinyshakespeare(data_dir: Path | None = None) -> TextData:
 
 
 def windows(text: Tensor, sizes: Iterable[int], length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each of ``sizes`` so many random passages ``[size, length]``, and the characters that follow each position.
+    """Draw random passages ``[size, length]`` for each of ``sizes``, and the characters that follow each position.
 
     One seed always gives the same passages in the same order.
     """
@@ -124,12 +124,12 @@ def windows(text: Tensor, sizes: Iterable[int], length: int, seed: int) -> Itera
 
 
 def batches(split: Split, batch_size: int, epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled mini-batches of ``epochs`` passes, each without its incomplete last batch; see `draw`."""
+    """Draw shuffled mini-batches of ``epochs`` passes, each without its incomplete last batch; see `draw`."""
     return draw(split, itertools.repeat(batch_size, epochs * (len(split) // batch_size)), seed)
 
 
 def draw(split: Split, sizes: Iterable[int], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each of ``sizes``, at most the length of ``split``, so many examples of the shuffled split.
+    """Draw for each of ``sizes``, at most the length of ``split``, so many examples of the shuffled split.
 
     The split is shuffled again when fewer examples are left of a pass than are asked for; these are left out, so that
     no batch holds an example twice. One seed always gives the same batches in the same order.
@@ -144,7 +144,7 @@ def draw(split: Split, sizes: Iterable[int], seed: int) -> Iterator[tuple[Tensor
 
 
 def mirror_and_shift(images: Tensor, reach: int, generator: torch.Generator) -> Tensor:
-    """Each of ``[batch, channels, height, width]`` mirrored or not, then shifted by up to ``reach`` pixels each way.
+    """Mirror each of ``[batch, channels, height, width]`` or not, then shift it by up to ``reach`` pixels each way.
 
     What comes in from outside is 0.
     """
@@ -165,7 +165,7 @@ def _load(key: str, data_dir: Path | None) -> ImageData:
 
 @functools.lru_cache(maxsize=1)  # of problems that follow each other on the same images, one decodes them
 def _decoded(key: str, data_dir: Path | None) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Pixels ``[examples, channels, height, width]`` uint8 and labels, for training and for validation."""
+    """Return pixels ``[examples, channels, height, width]`` uint8 and labels, for training and for validation."""
     source = _HUB_DATASETS[key]
     if data_dir is None:
         loaded = _from_hub(source.name, "its train-*.parquet and test-*.parquet files")

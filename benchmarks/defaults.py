@@ -42,7 +42,7 @@ _KFAC_RATES = (0.03, 0.1)
 
 
 def _teacher(outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs, and what a smooth random network of one hidden layer makes of them."""
+    """Return inputs, and what a smooth random network of one hidden layer makes of them."""
     generator = torch.Generator().manual_seed(1000)
     inputs = torch.randn(_EXAMPLES, _INPUTS, generator=generator)
     first = torch.randn(_INPUTS, 32, generator=generator) / 2
@@ -116,10 +116,10 @@ PROBLEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One optimizer with one learning rate.
+    """Holds a run of one optimizer with one learning rate.
 
     Attributes:
-        loss: on the training data at the end; None where the run diverged.
+        loss: the loss on the training data at the end; None where the run diverged.
         highest_rise: the highest mini-batch loss over the first; None where the run diverged.
     """
 

@@ -45,7 +45,7 @@ _YOUTH = 6
 
 @dataclass(frozen=True, slots=True)
 class LayoutCost:
-    """One layout at one pair of periods.
+    """Holds what one layout costs at one pair of periods.
 
     Attributes:
         layout: its name.
@@ -53,10 +53,10 @@ class LayoutCost:
         bytes: counted, that all ranks send in a step, averaged over the periods.
         planned_bytes: likewise, as the plan predicts.
         bytes_ratio: ``bytes`` over those of SGD under DDP.
-        held_bytes: of inverses, averages and momentum, on the rank that holds most, between two steps.
-        planned_memory: as the plan predicts it for that rank, with what is under way within a step.
-        seconds: of a step, averaged over the periods.
-        seconds_ratio: over SGD's.
+        held_bytes: the bytes of inverses, averages and momentum, on the rank that holds most, between two steps.
+        planned_memory: what the plan predicts of these for that rank, with what is under way within a step.
+        seconds: the seconds of a step, averaged over the periods.
+        seconds_ratio: ``seconds`` over SGD's.
         seconds_ratios: its median, lowest and highest over the rounds.
     """
 
@@ -74,7 +74,7 @@ class LayoutCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """One workload on all layouts; ``examples`` are those of each rank."""
+    """Holds what one workload costs on all layouts; ``examples`` are those of each rank."""
 
     model: str
     examples: int
@@ -87,7 +87,7 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The arguments, as processes are given them."""
+    """Holds the arguments, as processes are given them."""
 
     models: tuple[str, ...]
     periods: tuple[Periods, ...]
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compare(choices: Choices) -> None:
-    """The whole benchmark, on all ranks alike; the first of them shows it."""
+    """Run the whole benchmark, on all ranks alike; the first of them shows it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     console = Console(quiet=rank > 0)
     pin_threads(choices.threads)
@@ -141,7 +141,7 @@ def compare(choices: Choices) -> None:
 
 
 def layouts(ranks: int) -> dict[str, Strategy]:
-    """Between communication and memory, and the layout of SGD's traffic."""
+    """Return layouts between communication and memory, and the layout of SGD's traffic."""
     found: dict[str, Strategy] = {"Replicated(1)": Replicated()}
     if ranks % 2 == 0 and ranks > 2:
         found["Replicated(1/2)"] = Replicated(0.5)
@@ -150,7 +150,7 @@ def layouts(ranks: int) -> dict[str, Strategy]:
 
 
 def measure(name: str, choices: Choices, console: Console) -> ModelCost:
-    """One workload: every layout counted at all periods, and timed."""
+    """Measure one workload: every layout is counted at all periods, and timed."""
     workload = WORKLOADS[name]
     if choices.quick:
         workload = replace(workload, examples=max(workload.examples // 8, 1))
@@ -208,7 +208,7 @@ def measure(name: str, choices: Choices, console: Console) -> ModelCost:
 
 
 class _Trainer:
-    """A copy of the model in DDP under one optimizer: SGD where there is no strategy.
+    """Trains a copy of the model in DDP under one optimizer: SGD where there is no strategy.
 
     Args:
         count: whether what is sent is counted, DDP's own by a hook; where steps are timed it is not.
@@ -255,7 +255,7 @@ class _Trainer:
         self._step()
 
     def bytes_of(self, kind: str) -> float:
-        """That all ranks send in one step."""
+        """Return the bytes that all ranks send in one step."""
         self.sent = 0.0
         self.step(kind)
         total = torch.tensor(self.sent, dtype=torch.float64)
@@ -263,7 +263,7 @@ class _Trainer:
         return total.item()
 
     def held_bytes(self) -> int:
-        """Of the optimizer's state, on the rank that has most."""
+        """Return the bytes of the optimizer's state, on the rank that has most."""
         states = [state for state in self.optimizer.state.values() if isinstance(state, Mapping)]
         held = sum(state["momentum_buffer"].nbytes for state in states if state.get("momentum_buffer") is not None)
         if isinstance(self.optimizer, KFACOptimizer):
@@ -290,7 +290,7 @@ def _count_gradients(trainer: _Trainer, bucket: dist.GradBucket) -> torch.future
 
 
 def _count(trainer: _Trainer) -> tuple[dict[str, float], float, int, int]:
-    """Bytes of each kind of step, bytes of a step by the plan, and the memory of the fullest rank, held and planned."""
+    """Return the bytes of each kind of step, of a step by the plan, and of the fullest rank, held and planned."""
     sent = {kind: trainer.bytes_of(kind) for kind in _KINDS}
     assert isinstance(trainer.optimizer, KFACOptimizer)
     plan = trainer.optimizer.plan()
@@ -301,7 +301,7 @@ def _count(trainer: _Trainer) -> tuple[dict[str, float], float, int, int]:
 def _time(
     trainers: Mapping[str, _Trainer], rounds: int, advance: Callable[[int], object]
 ) -> dict[tuple[str, str], list[float]]:
-    """Seconds of one step of each kind in each round, as this rank waits for them."""
+    """Return the seconds of one step of each kind in each round, as this rank waits for them."""
     names = {f"{layout} {kind}": (layout, kind) for layout, kind in _kinds(trainers)}
     contenders = [
         Contender(name, functools.partial(trainers[layout].step, kind), 1) for name, (layout, kind) in names.items()

@@ -5,7 +5,7 @@ code and arguments. Stop the command at any time: called again it goes on, and s
 their runs, in the folder `unfinished` under --out. Results are put in their place once their stage has ended well. If a
 stage fails, the others run all the same. Times are those that the last run has recorded, or else estimates.
 
---data-dir is the folder that has mnist, cifar10 and tinyshakespeare as `compare` wants them. With --out elsewhere the
+--data-dir is the folder that has mnist, cifar10 and tinyshakespeare as `compare` needs them. With --out elsewhere the
 range test is still held against the tuned runs of benchmarks/results. Where results go to benchmarks/results, the table
 of benchmarks/README.md is written as well; --table does that alone.
 """
@@ -45,10 +45,10 @@ _INPUTS = {  # files that a benchmark reads, beside its data and what it imports
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A stage that leaves its results in a folder.
+    """Describes a stage that leaves its results in a folder.
 
     Attributes:
-        fingerprint: of code and arguments when the jobs were made, as in `fingerprint_of`.
+        fingerprint: the hash of code and arguments when the jobs were made, as in `fingerprint_of`.
     """
 
     stage: Stage
@@ -61,7 +61,7 @@ class Job:
         return self.stage.name
 
     def done(self) -> bool:
-        """Whether all of its results are there, by the same code and arguments."""
+        """Return whether all of its results are there, by the same code and arguments."""
         found = (_read(self.out / f"{each}.json").get("fingerprint") for each in self.stage.results)
         return all(each == self.fingerprint for each in found)
 
@@ -81,7 +81,7 @@ class Job:
         return max(0.0, whole - self.spent())
 
     def words(self) -> list[str]:
-        """Give the whole command, behind ``python -m benchmarks``."""
+        """Give the whole command, after ``python -m benchmarks``."""
         out = self.work()
         if _wants_file(self.stage):
             out /= f"{Path(self.name).name}.json"

@@ -23,19 +23,19 @@ _TAUGHT = 20_000  # examples that a teacher makes
 _QUICK_READ = 128
 
 Batch = tuple[Tensor, Tensor]
-"""``(inputs [batch, ...], targets)``."""
+"""Holds ``(inputs [batch, ...], targets)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """The data of a problem.
+    """Holds the data of a problem.
 
     Attributes:
         draw: ``(batch sizes, seed) → batches`` without end; one seed always gives the same.
         count: how many examples there are to draw from.
-        training: on which the training measure is read off.
-        validation: on which the validation measure is read off.
-        outputs: of the model: classes, characters or pixels.
+        training: the examples on which the training measure is read off.
+        validation: the examples on which the validation measure is read off.
+        outputs: how many outputs the model has: classes, characters or pixels.
         whole: all training examples as one batch, where that is possible.
     """
 
@@ -47,12 +47,12 @@ class Examples:
     whole: Split | None = None
 
     def quick(self) -> Examples:
-        """The same with fewer to measure on."""
+        """Return the same with fewer to measure on."""
         return replace(self, training=self.training.first(_QUICK_READ), validation=self.validation.first(_QUICK_READ))
 
 
 def read_images(images: ImageData) -> Examples:
-    """Images and their classes."""
+    """Return images and their classes."""
     return Examples(
         draw=lambda sizes, seed: data.draw(images.train, sizes, seed),
         count=len(images.train),
@@ -64,7 +64,7 @@ def read_images(images: ImageData) -> Examples:
 
 
 def read_pixels(train: Tensor, validation: Tensor) -> Examples:
-    """Images ``[examples, ...]`` and themselves as ``[examples, pixels]``."""
+    """Return images ``[examples, ...]`` and themselves as ``[examples, pixels]``."""
     splits = [Split(pixels, pixels) for pixels in (train.flatten(1), validation.flatten(1))]
     return Examples(
         draw=lambda sizes, seed: data.draw(splits[0], sizes, seed),
@@ -77,7 +77,7 @@ def read_pixels(train: Tensor, validation: Tensor) -> Examples:
 
 
 def read_photographs(images: ImageData) -> Examples:
-    """CIFAR-10 as He et al. (2016, section 4.2) have it: normalised, in training mirrored and shifted at random.
+    """Return CIFAR-10 as He et al. (2016, section 4.2) have it: normalised, mirrored and shifted in training.
 
     Images are channels last, and so are all feature maps after them: convolutions are a quarter faster so on a CPU.
     """
@@ -102,7 +102,7 @@ def _channels_last(images: Tensor) -> Tensor:
 
 
 def read_noisy(images: ImageData, deviation: float) -> Examples:
-    """Images with normal noise of a standard deviation, which is new in each batch, and the images without it."""
+    """Return images with normal noise of that standard deviation, which is new in each batch, and those without it."""
 
     def noisy(clean: Tensor, generator: torch.Generator) -> Tensor:
         return clean + deviation * torch.randn(clean.shape, generator=generator)
@@ -121,7 +121,7 @@ def read_noisy(images: ImageData, deviation: float) -> Examples:
 
 
 def teach(scales: Tensor) -> Examples:
-    """Random inputs, and what a random network of two layers makes of them, each output multiplied by its scale."""
+    """Return random inputs, and what a random two-layer network makes of them, each output multiplied by its scale."""
     generator = torch.Generator().manual_seed(0)
     inputs, hidden = 20, 50
 
@@ -143,7 +143,7 @@ def teach(scales: Tensor) -> Examples:
 
 
 def read_text(text: TextData, length: int) -> Examples:
-    """Passages of ``length`` characters and, at each position, the character that follows."""
+    """Return passages of ``length`` characters and, at each position, the character that follows."""
     training, validation = (
         Split(*next(data.windows(part, [_PASSAGES], length, seed=0))) for part in (text.train, text.validation)
     )

@@ -35,7 +35,7 @@ class Beacon:
 
 
 def read_beacon(folder: Path, rank: int) -> tuple[int, str, int] | None:
-    """Process id, phase and step of a rank; None where it has not told."""
+    """Return process id, phase and step of a rank; None where it has not told."""
     try:
         pid, phase, step = (folder / f"rank-{rank}").read_text().split()
     except (FileNotFoundError, ValueError):
@@ -44,14 +44,14 @@ def read_beacon(folder: Path, rank: int) -> tuple[int, str, int] | None:
 
 
 def append(path: Path, line: dict[str, float]) -> None:
-    """In one write, so that who is killed leaves a whole line or none."""
+    """Append in one write, so that a process that is killed leaves a whole line or none."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, (json.dumps(line) + "\n").encode())
     os.close(file)
 
 
 def examples(step: int) -> tuple[Tensor, Tensor]:
-    """Of one step, of all ranks: inputs `[EXAMPLES, 64]` and classes."""
+    """Return the examples of one step, of all ranks: inputs `[EXAMPLES, 64]` and classes."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(EXAMPLES, 64, generator=generator, dtype=torch.float64)
     return inputs, inputs[:, :10].argmax(1)

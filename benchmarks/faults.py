@@ -40,16 +40,16 @@ _STEPS_PER_KILL = 12
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One rank, killed.
+    """Describes a kill of one rank.
 
     Attributes:
         ranks: how many there were.
-        rank: which.
-        phase: it was in.
-        step: likewise.
+        rank: the one that was killed.
+        phase: the phase that it was in.
+        step: the step that it was in.
         resumed_at: the step of the checkpoint that training went on from.
         ranks_after: how many ranks went on.
-        seconds: from the kill until the first step was taken again.
+        seconds: the seconds from the kill until the first step was taken again.
     """
 
     ranks: int
@@ -191,7 +191,7 @@ def _wait_until(
 
 @contextmanager
 def _torchrun(folder: Path, ranks: int, steps: int, args: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
-    """The training, under torchrun, which is ended with all that it has started."""
+    """Start the training under torchrun, which is ended with all that it has started."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={args.max_restarts}", "--monitor-interval=0.1", "-m", "benchmarks.fault_training"]
     command += [f"--folder={folder}", f"--steps={steps}", f"--period={args.period}", f"--strategy={args.strategy}"]

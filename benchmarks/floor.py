@@ -24,7 +24,7 @@ from benchmarks.arguments import Periods
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """One call of a layer whose gradient is ``groups`` matrices ``[out_dim, in_dim]``, with ``rows`` rows each."""
+    """Describes a call of a layer: ``groups`` gradient matrices ``[out_dim, in_dim]``, with ``rows`` rows each."""
 
     rows: int
     in_dim: int
@@ -45,7 +45,7 @@ class LayerWork:
 
 
 def overhead(layers: Sequence[LayerWork], periods: Periods) -> float:
-    """Floating-point operations that K-FAC adds to a training step, averaged over the periods."""
+    """Return the floating-point operations that K-FAC adds to a training step, averaged over the periods."""
     return sum(
         layer.statistics / periods.factor + layer.application + layer.refresh / periods.inverse for layer in layers
     )
@@ -53,7 +53,7 @@ def overhead(layers: Sequence[LayerWork], periods: Periods) -> float:
 
 @torch.no_grad()
 def observe(model: nn.Module, inputs: Tensor) -> list[LayerWork]:
-    """The linear and convolution layers that ``model(inputs)`` runs, in that order, with their numbers of rows."""
+    """Return the linear and convolution layers that ``model(inputs)`` runs, in order, with their numbers of rows."""
     layers: list[LayerWork] = []
 
     def record(layer: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:

@@ -43,7 +43,7 @@ def without_subnormals() -> Iterator[None]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What decides how fast a benchmark runs. Nothing that tells one owner's machine from another's."""
+    """Return what decides how fast a benchmark runs, and nothing that tells one owner's machine from another's."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -59,7 +59,7 @@ def made_by(device: torch.device) -> dict[str, Any]:
     """Give what every result records of its making.
 
     Returns:
-        ``command``; ``machine``; ``date``, that of now, UTC; ``commit`` as in `provenance.commit`; ``wall_seconds`` of
+        ``command``; ``machine``; ``date``, today's, UTC; ``commit`` as in `provenance.commit`; ``wall_seconds`` of
         the command so far, evaluation included.
     """
     return {
@@ -102,7 +102,7 @@ _SLICES = 8  # of a block
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One thing to time: ``step()`` is run in blocks of ``block`` steps, so that periodic work is seen whole."""
+    """Describes what is timed: ``step()`` is run in blocks of ``block`` steps, so that periodic work is seen whole."""
 
     name: str
     step: Callable[[], object]
@@ -112,7 +112,7 @@ class Contender:
 def time_interleaved(
     contenders: Sequence[Contender], rounds: int, device: torch.device, advance: Callable[[int], object]
 ) -> dict[str, list[float]]:
-    """Seconds of a step of each contender in each round, averaged over one block.
+    """Return the seconds of a step of each contender in each round, averaged over one block.
 
     Every round runs one block of every contender. Blocks are cut into slices that take turns, in alternating order, so
     that a machine that slows down or warms up for a while does so for all of them alike: compare figures of the *same*
@@ -145,7 +145,7 @@ def time_interleaved(
 
 
 def ratio_spread(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest over the rounds of the ratio within a round."""
+    """Return median, lowest and highest over the rounds of the ratio within a round."""
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
@@ -166,7 +166,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _processor() -> str:
-    """The processor's model: `platform.processor()` gives only the architecture on Linux."""
+    """Return the processor's model: `platform.processor()` gives only the architecture on Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -15,7 +15,7 @@ from benchmarks.harness import synchronize
 
 
 def peak_growth(step: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that tensors take during ``step()`` beyond those that they take before.
+    """Return the most bytes that tensors take during ``step()`` beyond those that they take before.
 
     On CUDA by the allocator's own count. On the CPU by the profiler, which sees what torch allocates in this thread,
     inside operators too, but not the scratch memory of vendor libraries.
@@ -42,7 +42,7 @@ def peak_growth(step: Callable[[], object], device: torch.device) -> int:
 
 
 def tensor_bytes(state: object) -> int:
-    """Bytes of all tensors in nested mappings and sequences."""
+    """Return the bytes of all tensors in nested mappings and sequences."""
     if isinstance(state, Tensor):
         return state.nbytes
     if isinstance(state, Mapping):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
-    """Flattens ``[batch, ...]``; ``widths[0]`` inputs to ``widths[-1]`` linear outputs, without normalisation."""
+    """Make a network that flattens ``[batch, ...]``: ``widths[0]`` inputs to ``widths[-1]`` outputs, not normalised."""
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), activation()]
@@ -20,7 +20,7 @@ def mlp(widths: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
 
 
 class Autoencoder(nn.Module):
-    """Fully connected autoencoder of Hinton & Salakhutdinov (2006): a linear code, logits out.
+    """Encodes and decodes pixels, fully connected (Hinton & Salakhutdinov 2006): a linear code, logits out.
 
     The decoder mirrors the encoder: ``widths`` runs from the pixels to the code. Units are those of ``activation``;
     in the paper they are logistic.
@@ -34,14 +34,14 @@ class Autoencoder(nn.Module):
         self.decoder = mlp(widths[::-1], activation)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, ...]`` pixels to ``[batch, widths[0]]`` logits of the pixels."""
+        """Map ``[batch, ...]`` pixels to ``[batch, widths[0]]`` logits of the pixels."""
         logits: Tensor = self.decoder(self.encoder(images))
         return logits
 
 
 @torch.no_grad()
 def initialise_sparsely(model: nn.Module, inputs: int = 15, scale: float = 1.0) -> None:
-    """Sparse initialisation (Martens 2010, section 5): each unit of a linear layer gets ``inputs`` weights.
+    """Initialise sparsely (Martens 2010, section 5): each unit of a linear layer gets ``inputs`` weights.
 
     They are normal with standard deviation ``scale``, at random places; all other weights and the biases are 0. However
     wide the layer below, what reaches a unit then has the same spread, and units differ much in what they see.
@@ -84,10 +84,10 @@ class _ResidualBlock(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """The 20-layer network for CIFAR of He et al. (2016), arXiv 1512.03385, section 4.2, with option A shortcuts."""
+    """Classifies images of CIFAR by 20 layers (He et al. 2016, arXiv 1512.03385, section 4.2), option A shortcuts."""
 
     def __init__(self, classes: int = 10, batch_norm: bool = True, blocks: int = 3) -> None:
-        """``blocks``: residual blocks in each of the three stages; 3 make 20 layers."""
+        """Make ``blocks`` residual blocks in each of the three stages; 3 make 20 layers."""
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=not batch_norm)
         self.norm = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
@@ -102,14 +102,14 @@ class ResNet20(nn.Module):
         self.head = nn.Linear(64, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, 3, height, width]`` to ``[batch, classes]`` logits."""
+        """Map ``[batch, 3, height, width]`` to ``[batch, classes]`` logits."""
         features = self.blocks(F.relu(self.norm(self.stem(images))))
         logits: Tensor = self.head(features.mean(dim=(2, 3)))
         return logits
 
 
 class PlainCNN(nn.Sequential):
-    """Convolutions of 3 × 3 with biases and ReLU, neither shortcuts nor normalisation: ``depth`` for each width.
+    """Classifies by 3 × 3 convolutions with biases and ReLU, no shortcuts or normalisation: ``depth`` for each width.
 
     The first of each width but the first has stride 2; the mean over all places goes to a linear output layer.
     """
@@ -147,7 +147,7 @@ class UNet(nn.Module):
         return nn.Sequential(*layers)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, channels, height, width]``, sides that 4 divides, to the noiseless images of that shape."""
+        """Map ``[batch, channels, height, width]``, sides that 4 divides, to the noiseless images of that shape."""
         first = self.down1(images)
         second = self.down2(F.max_pool2d(first, 2))
         up = self.widen2(self.bottom(F.max_pool2d(second, 2)))
@@ -178,7 +178,7 @@ class VisionTransformer(nn.Module):
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Option B of the paper: a projection where the shape changes."""
+    """Return option B of the paper: a projection where the shape changes."""
     if inputs == outputs and stride == 1:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -212,7 +212,7 @@ class _BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Sequential):
-    """The 18-layer network for ImageNet of He et al. (2016): ``[batch, 3, height, width]`` to logits."""
+    """Classifies images of ImageNet by 18 layers (He et al. 2016): ``[batch, 3, height, width]`` to logits."""
 
     def __init__(self, classes: int = 1000) -> None:
         widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
@@ -224,7 +224,7 @@ class ResNet18(nn.Sequential):
 
 
 class ResNet50(nn.Module):
-    """The 50-layer network for ImageNet of He et al. (2016), the stride in the 3 × 3 convolutions.
+    """Classifies images of ImageNet by 50 layers (He et al. 2016), with the stride in the 3 × 3 convolutions.
 
     ``width`` is that of the first stage, ``blocks`` are those of each stage: smaller ones are for tests.
     """
@@ -241,14 +241,14 @@ class ResNet50(nn.Module):
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(inputs, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, 3, height, width]`` to ``[batch, classes]`` logits."""
+        """Map ``[batch, 3, height, width]`` to ``[batch, classes]`` logits."""
         x = F.max_pool2d(F.relu(self.norm(self.stem(images)), inplace=True), 3, 2, 1)
         logits: Tensor = self.head(self.stages(x).mean(dim=(2, 3)))
         return logits
 
 
 class CharacterTransformer(nn.Module):
-    """A causal language model of torch's own encoder layers (pre-norm)."""
+    """Models language causally, by torch's own encoder layers (pre-norm)."""
 
     def __init__(self, vocabulary: int, context: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -260,14 +260,14 @@ class CharacterTransformer(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[batch, context]`` int64 to ``[batch, context, vocabulary]`` logits of each next token."""
+        """Map ``[batch, context]`` int64 to ``[batch, context, vocabulary]`` logits of each next token."""
         x = self.tokens(tokens) + self.positions
         logits: Tensor = self.head(self.encoder(x, mask=self.mask, is_causal=True))
         return logits
 
 
 class CharacterLSTM(nn.Module):
-    """A language model of one embedding, ``layers`` LSTM layers and a linear output layer."""
+    """Models language by one embedding, ``layers`` LSTM layers and a linear output layer."""
 
     def __init__(self, vocabulary: int, width: int, layers: int) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class CharacterLSTM(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""
+        """Map ``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""
         logits: Tensor = self.head(self.lstm(self.tokens(tokens))[0])
         return logits
 
@@ -308,7 +308,7 @@ class _TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A pre-norm decoder for language modelling; q, k, v and out are four linear layers.
+    """Models language by a pre-norm decoder; q, k, v and out are four linear layers.
 
     ``tied`` has the output layer share the matrix of the token embedding, without a bias, as GPT-2 does.
     """
@@ -334,7 +334,7 @@ class Transformer(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""
+        """Map ``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""
         x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits

@@ -53,10 +53,10 @@ from benchmarks.mutation import MUTANTS, ROOT, Mutant, files_about, load
 from benchmarks.random_mutants import draw, texts
 
 EXPLAINED = MUTANTS / "random" / "explained.toml"
-"""Why mutants that were drawn, and survived, hurt nobody: a sentence for each name."""
+"""Says why mutants that were drawn, and survived, hurt nobody: a sentence for each name."""
 
 _MOST = 60.0
-"""Seconds of tests that execute a mutated line, before all others run."""
+"""Limits the seconds of tests that execute a mutated line, before all others run."""
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 _GONE = re.compile(r"^ERROR: (?:file or directory )?not found: ", re.MULTILINE)
@@ -67,15 +67,15 @@ _USAGE, _BROKEN = 4, 6  # pytest's, and one that is none of its own
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said of a mutant.
+    """Holds what the tests said of a mutant.
 
     Attributes:
         killed: whether a test failed.
         by: the test, ``"time-out"``, or ``"import"`` where no test could run; None of a survivor.
-        tests: of the last run: the one that killed before, those given, those that execute the mutated line, quick or
-            slow ones of the files that seem to be about the mutated one, the quick ones of its room, those of
+        tests: the tests of the last run: the one that killed before, those given, those that execute the mutated line,
+            quick or slow ones of the files that seem to be about the mutated one, the quick ones of its room, those of
             everything else, or the slow ones of the room.
-        seconds: of all runs, those under coverage.py included.
+        seconds: the seconds of all runs, those under coverage.py included.
         file_print: a fingerprint of the mutated file.
     """
 
@@ -87,11 +87,11 @@ class Verdict:
 
 
 class GoneError(RuntimeError):
-    """Some of the named tests are not there."""
+    """Says that some of the named tests are not there."""
 
 
 class Copy:
-    """A copy of the checkout, in which mutants are made and tests run."""
+    """Has a copy of the checkout, in which mutants are made and tests run."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         self.folder = folder

@@ -17,11 +17,11 @@ _NEAR = 4  # files of tests, which come first
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake: a text of one file, and what stands there instead.
+    """Describes one mistake: a text of one file, and what stands there instead.
 
     Attributes:
-        name: of the mistake, ``room/words-with-dashes``.
-        file: within the package.
+        name: the name of the mistake, ``room/words-with-dashes``.
+        file: the path of the file within the package.
         old: the text, which must occur exactly once in the file.
         new: what replaces it.
         mistake: what a colleague would have got wrong.

@@ -470,7 +470,7 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "mutants": _mutants,
     "everything": _everything,
 }
-"""What adds the arguments of a benchmark, by its name."""
+"""Adds the arguments of a benchmark, by its name."""
 
 RESUMING = {"compare", "batch-size", "pinn", "cart-pole", "range-test", "mutants", "everything"}
-"""Those that keep each run that is done in a file of its own, and go on from there."""
+"""Names those that keep each run that is done in a file of its own, and go on from there."""

@@ -20,17 +20,17 @@ POINTS_SEED = 0
 _DIFFUSIVITY = 1 / 4
 
 Function = Callable[[Tensor], Tensor]
-"""``[points, dimensions] → [points, 1]``: a network, or a solution."""
+"""Maps ``[points, dimensions] → [points, 1]``: a network, or a solution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Where a network is trained and judged, ``[points, dimensions]`` each.
+    """Says where a network is trained and judged, ``[points, dimensions]`` each.
 
     Attributes:
-        interior: where the equation is to hold.
-        boundary: where the solution is given: on the sides of the domain, and at the start where there is a time.
-        test: where the error is measured, inside the domain.
+        interior: the points where the equation is to hold.
+        boundary: those where the solution is given: on the sides of the domain, and at the start where there is a time.
+        test: those where the error is measured, inside the domain.
     """
 
     interior: Tensor
@@ -40,17 +40,17 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class PDEProblem:
-    """An equation on the unit cube, and how a network is trained on it.
+    """Describes an equation on the unit cube, and how a network is trained on it.
 
     Attributes:
         title: the equation and its solution, in words.
-        widths: of a tanh network, from the dimensions to 1.
+        widths: the widths of a tanh network, from the dimensions to 1.
         residual: ``(function, points) → [points, 1]``: zero for the solution.
         draw_boundary: ``(points, dimensions) → [points, dimensions]``.
         interior: how many points there are inside.
         boundary: how many points there are on the boundary.
-        seconds: of the processor that a run has.
-        weight: of the boundary's part of the loss.
+        seconds: the seconds of the processor that a run has.
+        weight: the weight of the boundary's part of the loss.
     """
 
     title: str
@@ -71,11 +71,11 @@ class PDEProblem:
         return replace(self, interior=self.interior // 30, boundary=self.boundary // 10, seconds=0.03)
 
     def network(self) -> nn.Module:
-        """A new one, with random weights."""
+        """Return a new one, with random weights."""
         return mlp(self.widths, nn.Tanh)[1:].double()  # points are flat already
 
     def points(self) -> Points:
-        """The same ones at every call; ten test points for each inside."""
+        """Return the same ones at every call; ten test points for each inside."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(POINTS_SEED)
             interior = _uniform(self.interior, self.dimensions)
@@ -83,7 +83,7 @@ class PDEProblem:
             return Points(interior, boundary, _uniform(10 * self.interior, self.dimensions))
 
     def loss(self, function: Function, points: Points, criterion: nn.Module) -> Tensor:
-        """What is trained, ``[]``: the mean square of the residual, and that of the error at the boundary."""
+        """Return what is trained, ``[]``: the mean square of the residual, and that of the error at the boundary."""
         residual = self.residual(function, points.interior)
         inside: Tensor = criterion(residual, torch.zeros_like(residual))
         boundary: Tensor = criterion(function(points.boundary), self.solution(points.boundary))
@@ -91,7 +91,7 @@ class PDEProblem:
 
     @torch.no_grad()
     def error(self, function: Function, points: Points) -> float:
-        """How far ``function`` is from the solution: the root of the mean square over the test points, absolute."""
+        """Return how far ``function`` is from the solution, absolutely: the root mean square over the test points."""
         return (function(points.test) - self.solution(points.test)).square().mean().sqrt().item()
 
 
@@ -101,12 +101,12 @@ def _gradient(values: Tensor, points: Tensor) -> Tensor:
 
 
 def _second(gradient: Tensor, points: Tensor, dimension: int) -> Tensor:
-    """Differentiate twice by one dimension, ``[points, 1]``."""
+    """Differentiate twice with respect to one dimension, ``[points, 1]``."""
     return _gradient(gradient[:, dimension], points)[:, dimension : dimension + 1]
 
 
 def poisson(source: Function) -> Callable[[Function, Tensor], Tensor]:
-    """Residual of −Δu = ``source``."""
+    """Return the residual of −Δu = ``source``."""
 
     def residual(function: Function, points: Tensor) -> Tensor:
         points = points.detach().requires_grad_()
@@ -118,7 +118,7 @@ def poisson(source: Function) -> Callable[[Function, Tensor], Tensor]:
 
 
 def heat(function: Function, points: Tensor) -> Tensor:
-    """Residual of u_t = ¼ u_xx."""
+    """Return the residual of u_t = ¼ u_xx."""
     points = points.detach().requires_grad_()
     gradient = _gradient(function(points), points)
     return gradient[:, :1] - _DIFFUSIVITY * _second(gradient, points, 1)

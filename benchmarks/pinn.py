@@ -74,13 +74,13 @@ def prepare(problem: PDEProblem, args: argparse.Namespace) -> PDEProblem:
 
 
 def contestants(args: argparse.Namespace) -> dict[str, Contestant]:
-    """Those that were asked for; of a quick run with two settings each."""
+    """Return those that were asked for; of a quick run with two settings each."""
     chosen = {name: CONTESTANTS[name] for name in args.optimizers}
     return {name: replace(each, settings=each.settings[:2]) if args.quick else each for name, each in chosen.items()}
 
 
 class Race:
-    """Optimizers on one problem."""
+    """Compares optimizers on one problem."""
 
     def __init__(
         self, name: str, problem: PDEProblem, contestants: Mapping[str, Contestant], seeds: int, out: Path
@@ -121,7 +121,7 @@ class Race:
         return self.problem.seconds * (_TRIAL if seed == TUNING_SEED else 1.0)
 
     def _terms(self, optimizer: str, trial: int, seed: int) -> dict[str, Any]:
-        """What a kept run must have been made with."""
+        """Return what a kept run must have been made with."""
         problem = self.problem
         return {
             "problem": problem.title,
@@ -232,13 +232,13 @@ def train(
     """Train for so many seconds of the processor, and add to ``readings``; tell whether all losses were finite.
 
     Args:
-        problem: to train on.
-        points: of it.
-        network: to train.
-        criterion: that the optimizer may know of.
-        optimizer: of its parameters.
-        setting: which may have the learning rate decay.
-        seconds: that steps may take, all together.
+        problem: the problem to train on.
+        points: the points of it.
+        network: the network to train.
+        criterion: the criterion, which the optimizer may know of.
+        optimizer: the optimizer of the network's parameters.
+        setting: the setting, which may have the learning rate decay.
+        seconds: the seconds that steps may take, all together.
         readings: a first one before any step, the others with finite losses.
         advance: told of seconds.
     """

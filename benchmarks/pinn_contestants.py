@@ -23,7 +23,7 @@ _LBFGS_SCALE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """An optimizer.
+    """Describes an optimizer.
 
     Attributes:
         what: its choices that are the same in all trials, in words.

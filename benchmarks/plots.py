@@ -16,11 +16,11 @@ from numpy import float64
 from numpy.typing import NDArray
 
 Image = NDArray[float64]
-"""Values on a grid."""
+"""Holds values on a grid."""
 
 
 def plot_training(report: Mapping[str, Any], path: Path) -> None:
-    """Training loss of the best run of each optimizer against steps and against seconds; writes a PNG."""
+    """Draw the training loss of the best run of each optimizer against steps and against seconds; writes a PNG."""
     title = f"{report['dataset']}: {report['model']}, batch {report['batch_size']}"
     runs = {f"{run['optimizer']}, lr {run['lr']:g}": run["checkpoints"] for run in report["best"]}
     figure, axes = _plot_runs(runs, "train_loss", title)
@@ -33,7 +33,7 @@ def plot_training(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_steps(report: Mapping[str, Any], path: Path) -> None:
-    """Milliseconds of every step, one panel for each variant; writes a PNG."""
+    """Draw milliseconds of every step, one panel for each variant; writes a PNG."""
     variants = report["variants"]
     figure = Figure(figsize=(10, 1.6 * len(variants)), layout="constrained")
     panels = figure.subplots(len(variants), 1, sharex=True, sharey=True)
@@ -50,7 +50,7 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_reconstruction(report: Mapping[str, Any], path: Path) -> None:
-    """Training error of each method against steps and against seconds; writes a PNG."""
+    """Draw the training error of each method against steps and against seconds; writes a PNG."""
     widths = "-".join(map(str, report["widths"]))
     title = f"{report['dataset']}: autoencoder {widths} and mirrored, batch {report['batch_size']}"
     figure, axes = _plot_runs({run["method"]: run["readings"] for run in report["best"]}, "squared_error", title)
@@ -64,7 +64,7 @@ def plot_reconstruction(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
-    """The measure aimed at against steps and against seconds, a line for each optimizer and seed; writes a PNG.
+    """Draw the measure aimed at against steps and seconds, a line for each optimizer and seed; writes a PNG.
 
     Baselines are thin, the others thick. What is above the start is not shown: runs that diverge would fill the plot.
     """
@@ -93,7 +93,7 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_errors(report: Mapping[str, Any], path: Path) -> None:
-    """Error of each run of each optimizer against seconds of the processor; writes a PNG.
+    """Draw the error of each run of each optimizer against seconds of the processor; writes a PNG.
 
     Baselines are thin, the others thick.
     """
@@ -134,14 +134,14 @@ def plot_returns(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_solutions(learned: Mapping[str, Image], true: Image, labels: tuple[str, str], title: str, path: Path) -> None:
-    """Learned solutions on the unit square beside the true one, and what they differ by; writes a PNG.
+    """Draw learned solutions on the unit square beside the true one, and what they differ by; writes a PNG.
 
     Args:
-        learned: by optimizer, ``[vertical, horizontal]``; a row of panels for each.
+        learned: the solution of each optimizer, ``[vertical, horizontal]``; a row of panels for each.
         true: the same of the true solution.
-        labels: of the horizontal and of the vertical axis.
-        title: of the whole.
-        path: of the PNG.
+        labels: the labels of the horizontal and of the vertical axis.
+        title: the title of the whole.
+        path: the path of the PNG.
     """
     figure = Figure(figsize=(10, 3 * len(learned)), layout="constrained")
     rows = figure.subplots(len(learned), 3, sharex=True, sharey=True, squeeze=False)
@@ -169,11 +169,11 @@ def plot_solutions(learned: Mapping[str, Image], true: Image, labels: tuple[str,
 
 
 def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Part of its problems on which each optimizer is within a factor of the fastest; writes a PNG.
+    """Draw on what part of its problems each optimizer is within a factor of the fastest; writes a PNG.
 
     Args:
-        slowdowns: by optimizer, its seconds over the fastest's, a number for each problem; infinite for a miss.
-        path: of the PNG.
+        slowdowns: the seconds of each optimizer over the fastest's, a number for each problem; infinite for a miss.
+        path: the path of the PNG.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -200,7 +200,7 @@ def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
 
 
 def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
-    """Above, steps to the target against batch size; below, the curves. Training left, validation right; a PNG."""
+    """Draw above steps to the target against batch size, below the curves. Training left, validation right; a PNG."""
     figure = Figure(figsize=(12, 9), layout="constrained")
     for column, measure in enumerate(report["measures"]):
         above = figure.add_subplot(2, 2, 1 + column)
@@ -259,7 +259,7 @@ def _draw_readings(axes: Axes, run: Mapping[str, Any], quantity: str, measure: s
 
 
 def _plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], value: str, title: str) -> tuple[Figure, list[Axes]]:
-    """``value`` of the points of each run, by its label, against their ``steps`` and against their ``seconds``."""
+    """Draw ``value`` of the points of each run, by its label, against their ``steps`` and their ``seconds``."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes = list(figure.subplots(1, 2, sharey=True))
     for each, quantity in zip(axes, ("steps", "seconds"), strict=True):

@@ -17,21 +17,21 @@ from kfac_optim import Estimate, LossTerms
 
 
 class Aim(Enum):
-    """Which measure a target is set for. Both are means, and the lower the better."""
+    """Says which measure a target is set for. Both are means, and the lower the better."""
 
     TRAINING = "training"
     VALIDATION = "validation"
 
 
 class Decay(Enum):
-    """Of the learning rate over a run, of all optimizers alike."""
+    """Says how the learning rate decays over a run, of all optimizers alike."""
 
     NONE = "none"
     COSINE = "cosine"
-    """To zero at the last step. How many steps that are is then part of every search space, as ``horizon``."""
+    """Falls to zero at the last step. How many steps that are is then part of every search space, as ``horizon``."""
 
     def factor(self, part: float) -> float:
-        """Of the learning rate after ``part`` of the run, in [0, 1]."""
+        """Return the factor of the learning rate after ``part`` of the run, in [0, 1]."""
         return 1.0 if self is Decay.NONE else 0.5 * (1 + math.cos(math.pi * part))
 
 
@@ -48,7 +48,7 @@ class FixedBatch:
 
 @dataclass(frozen=True, slots=True)
 class GrowingBatch:
-    """From ``first`` to all examples in ``steps`` steps, exponentially (Martens & Grosse 2015, section 13)."""
+    """Grows from ``first`` to all examples in ``steps`` steps, exponentially (Martens & Grosse 2015, section 13)."""
 
     first: int
     steps: int
@@ -64,7 +64,7 @@ class GrowingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What to train, and how it is measured.
+    """Says what to train, and how it is measured.
 
     Attributes:
         title: what it is, in words.
@@ -74,18 +74,19 @@ class Problem:
         small_model: a small one of the same kind, for ``--quick`` and the tests.
         loss: trained on, and the training measure; ``terms`` terms for each example and position are summed in it.
         score: the validation measure.
-        units: of the two measures, in words, ``(training, validation)``.
+        units: the units of the two measures, in words, ``(training, validation)``.
         loss_terms: what the loss's mean runs over.
         named_loss: K-FAC's estimate that knows which loss it is.
         batch: examples in each step.
-        steps: of a run.
+        steps: the steps of a run.
         period: steps between two readings.
         aim: which measure the target is set for.
         floor: no target is set below it.
-        decay: of the learning rate.
-        weight_decay: of every optimizer that is not to tune its own.
+        decay: the decay of the learning rate.
+        weight_decay: the weight decay of every optimizer that is not to tune its own.
         tunes_weight_decay: whether it is part of the search spaces.
-        full_batch_steps: of an optimizer that needs all training examples in every step; None where they are too many.
+        full_batch_steps: the steps of an optimizer that needs all training examples in each; None where they are too
+            many.
     """
 
     title: str
@@ -110,13 +111,13 @@ class Problem:
     full_batch_steps: int | None = None
 
     def lasting(self, steps: int) -> Problem:
-        """The same with so many steps in a run, and at least one reading; full-batch runs are scaled alike."""
+        """Return the same with so many steps in a run, and at least one reading; full-batch runs are scaled alike."""
         full = self.full_batch_steps
         full = None if full is None else max(1, round(full * steps / self.steps))
         return replace(self, steps=steps, period=min(self.period, steps), full_batch_steps=full)
 
     def quick(self) -> Problem:
-        """The same with a small model and few steps: shows that it runs."""
+        """Return the same with a small model and few steps, which shows that it runs."""
         full_batch_steps = None if self.full_batch_steps is None else 4
         return replace(
             self,

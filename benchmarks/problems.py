@@ -32,7 +32,7 @@ _CONTEXT = 64  # characters
 
 
 def error_rate(logits: Tensor, labels: Tensor) -> Tensor:
-    """Part of the examples ``[batch, classes]`` that are classified wrongly."""
+    """Return the part of the examples ``[batch, classes]`` that are classified wrongly."""
     return (logits.argmax(-1) != labels).float().mean()
 
 
@@ -41,7 +41,7 @@ def bits_per_character(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def relative_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the outputs of ``[batch, outputs]`` of the squared error over the mean square of the target."""
+    """Return the squared error over the mean square of the target, mean over the outputs of ``[batch, outputs]``."""
     return ((outputs - targets).square().mean(0) / targets.square().mean(0)).mean()
 
 

@@ -22,7 +22,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 @contextmanager
 def launched() -> Iterator[ProcessPlace]:
-    """The process group that the launcher's variables describe, for a while; none where there was no launcher."""
+    """Form the process group that the launcher's variables describe, for a while; none where there was no launcher."""
     try:
         place = initialize(timeout=_TIMEOUT)
     except ValueError as error:
@@ -63,7 +63,7 @@ def average(values: Tensor) -> Tensor:
 
 
 def share(batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process's part of each batch, as large as that of any other."""
+    """Yield this process's part of each batch, as large as that of any other."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if _several() else (0, 1)
     for inputs, targets in batches:
         yield inputs[rank::ranks], targets[rank::ranks]

@@ -37,7 +37,7 @@ def essence(command: str) -> list[str]:
 
 
 def commit() -> str | None:
-    """Return the commit that is checked out, with `DIRTY` behind it where code differs from it; None without git."""
+    """Return the commit that is checked out, with `DIRTY` after it where code differs from it; None without git."""
     head = _git("rev-parse", "--short=7", "HEAD")
     if not head:
         return None

@@ -40,7 +40,7 @@ from kfac_optim.distributed import ProcessPlace
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A data set, a network for it, and how long and how to train.
+    """Describes a data set, a network for it, and how long and how to train.
 
     Attributes:
         load: ``(data folder or None) → images``.
@@ -78,7 +78,7 @@ PROBLEMS = {
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> Optimizer:
-    """The swap: one line. ``options`` are K-FAC's own."""
+    """Make an optimizer: the swap is one line. ``options`` are K-FAC's own."""
     if name == "SGD":
         return optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     return KFACOptimizer(model, lr=lr, momentum=0.9, **options)
@@ -86,7 +86,7 @@ def make_optimizer(name: str, model: nn.Module, lr: float, options: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One optimizer with one learning rate.
+    """Holds a run of one optimizer with one learning rate.
 
     Attributes:
         highest_rise: the highest mini-batch loss over the first; None when the run diverged.
@@ -102,7 +102,7 @@ class Run:
         return min((point.train_loss for point in self.checkpoints), default=math.inf)
 
     def reaches(self, target: float) -> Checkpoint | None:
-        """The first checkpoint with a loss on the training data no higher than ``target``."""
+        """Return the first checkpoint with a loss on the training data no higher than ``target``."""
         return next((point for point in self.checkpoints if point.train_loss <= target), None)
 
 
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
-    """The whole benchmark, on all processes alike; the first of them shows it."""
+    """Run the whole benchmark, on all processes alike; the first of them shows it."""
     console = Console(quiet=place.rank > 0)
     pin_threads(args.threads)
     problem = PROBLEMS[args.dataset]
@@ -156,7 +156,7 @@ def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
 def run_grids(
     problem: Problem, images: ImageData, options: Mapping[str, Any], seed: int, console: Console
 ) -> list[Run]:
-    """One run for every optimizer and learning rate, all from the same weights and on the same batches."""
+    """Make one run for every optimizer and learning rate, all from the same weights and on the same batches."""
     steps = problem.epochs * (len(images.train) // problem.batch_size)
     trials = [(name, lr) for name, grid in problem.grids.items() for lr in grid]
     runs = []
@@ -214,7 +214,7 @@ def _tell(progress: Progress, task: TaskID, done: int, history: History) -> None
 
 
 def _rank(target: float, run: Run) -> tuple[float, float]:
-    """Sorts by the steps to the target, then by the lowest loss."""
+    """Return what sorts runs: the steps to the target, then the lowest loss."""
     reached = run.reaches(target)
     return (math.inf if reached is None else reached.steps, run.best_loss)
 
@@ -254,7 +254,7 @@ def result_table(best: Sequence[Run], target: float) -> Table:
 
 
 def verdict(best: Sequence[Run], target: float) -> str:
-    """How many of SGD's steps and seconds K-FAC needed, and what it had on the validation data then."""
+    """Say how many of SGD's steps and seconds K-FAC needed, and what it had on the validation data then."""
     sgd, kfac = (run.reaches(target) for run in best)
     if sgd is None or kfac is None:
         return "KFAC did not reach SGD's lowest training loss."

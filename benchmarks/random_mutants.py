@@ -29,14 +29,14 @@ NEIGHBOURS = {
     "+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "%": "//", "**": "*", "@": "*",
     "and": "or", "or": "and",
 }  # fmt: skip
-"""What stands in the place of an operator. `|` and `&` join types and flags, mostly, and stay."""
+"""Says what stands in the place of an operator. `|` and `&` join types and flags, mostly, and stay."""
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a text: what stands from `start` to `end`, in characters, is replaced."""
+    """Describes one change of a text: what stands from `start` to `end`, in characters, is replaced."""
 
     kind: str
     start: int
@@ -57,7 +57,7 @@ class Edit:
 
 
 class _Edits(ast.NodeVisitor):
-    """Collect every change that can be made in a text."""
+    """Collects every change that can be made in a text."""
 
     def __init__(self, text: str) -> None:
         self.found: list[Edit] = []

@@ -42,13 +42,13 @@ _ALLOWED = 1.25  # times the steps of tuned runs
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What tuned runs of one optimizer did on a problem.
+    """Holds what tuned runs of one optimizer did on a problem.
 
     Attributes:
-        steps: of a run.
+        steps: the steps of a run.
         setting: their rate, and the horizon of its decay where it decays.
         trials: how many runs it took to find it.
-        target: of the problem's measure.
+        target: the target of the problem's measure.
         arrival: steps to it, in the median.
     """
 
@@ -62,7 +62,7 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Runs with recommended numbers beside tuned ones."""
+    """Holds runs with recommended numbers beside tuned ones."""
 
     tuned: Tuned
     runs: Sequence[Run]
@@ -133,7 +133,7 @@ def recommend(
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """The batches of a run, which can be iterated again."""
+    """Holds the batches of a run, which can be iterated again."""
 
     problem: Problem
     examples: Examples
@@ -178,7 +178,7 @@ def _runs(
 
 
 def _usual(record: Mapping[str, Any]) -> str:
-    """The K-FAC that is nearest to the default one of those that were tuned."""
+    """Return the K-FAC that is nearest to the default one of those that were tuned."""
     tuned = [each["name"] for each in record["optimizers"] if each["name"].startswith("KFAC")]
     if not tuned:
         raise UsageError(f"argument --tuned: compare has tuned no K-FAC on {record['problem']}; run it with one first")

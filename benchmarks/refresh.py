@@ -49,12 +49,12 @@ _REFRESHES = {
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the steps of one variant.
+    """Holds the seconds of the steps of one variant.
 
     Attributes:
-        seconds: of each step, by repeat and position in the period.
-        median: of all steps.
-        percentile_95: of all steps.
+        seconds: the seconds of each step, by repeat and position in the period.
+        median: the median of all steps.
+        percentile_95: the 95th percentile of all steps.
         longest: the longest position, in the median over the repeats, over `median`.
         longest_single: the longest step over `median`.
         loss: mean over the batches of the last period; None where it is not finite.
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _images(args: argparse.Namespace) -> Tensor:
-    """`[images, 784]`."""
+    """Return the images, `[images, 784]`."""
     if args.data_dir is None:
         return torch.rand(8 * args.batch_size, 784, generator=torch.Generator().manual_seed(args.seed))
     images = data.mnist(args.data_dir).train.inputs.flatten(1)
@@ -109,7 +109,7 @@ def _images(args: argparse.Namespace) -> Tensor:
 
 
 class _Variant:
-    """The model in training under one optimizer."""
+    """Trains the model under one optimizer."""
 
     def __init__(self, name: str, images: Tensor, args: argparse.Namespace) -> None:
         self.name, self.period, self.device = name, args.period, args.device

@@ -51,24 +51,24 @@ _NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One model in one layout on some ranks.
+    """Holds the figures of one model in one layout on some ranks.
 
     Attributes:
         model: its name.
         layout: its name.
         ranks: P.
         bandwidth: bytes per second of a rank.
-        flop_rate: of matrix products on a rank.
+        flop_rate: operations per second of matrix products on a rank.
         refresh_imbalance: operations of the busiest rank's refreshes over the mean.
         apply_imbalance: likewise, of preconditioning.
         refresh_floor: the dearest factor's over the mean.
         largest: name of that factor.
-        bytes_per_step: that all ranks send, averaged over the periods.
+        bytes_per_step: the bytes that all ranks send, averaged over the periods.
         sgd_bytes_per_step: likewise, of SGD.
         memory: bytes of K-FAC and momentum on the rank that needs most.
-        seconds: of a step, averaged over the periods.
-        longest: of a step that refreshes.
-        sgd_seconds: of SGD's step.
+        seconds: the seconds of a step, averaged over the periods.
+        longest: the seconds of a step that refreshes.
+        sgd_seconds: the seconds of SGD's step.
         efficiency: `seconds` on the fewest ranks over `seconds`.
         sgd_efficiency: likewise, of SGD.
     """
@@ -94,7 +94,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What one change makes of the longest rank's refresh."""
+    """Says what one change makes of the longest rank's refresh."""
 
     model: str
     change: str
@@ -147,7 +147,7 @@ def cost_model(args: argparse.Namespace, bandwidth: float, flop_rate: float) -> 
 
 
 def layouts(ranks: int) -> dict[str, Strategy]:
-    """The ends of the range between communication and memory, and the layout of SGD's traffic."""
+    """Return the ends of the range between communication and memory, and the layout of SGD's traffic."""
     return {
         "COMM-OPT": Replicated(1.0),
         "MEM-OPT": Replicated(1 / ranks),
@@ -157,7 +157,7 @@ def layouts(ranks: int) -> dict[str, Strategy]:
 
 
 def curve(name: str, model: shapes.Model, ranks: Sequence[int], cost: CostModel, options: PlanOptions) -> list[Point]:
-    """Points of every layout over the numbers of ranks, the first of which is what efficiency refers to."""
+    """Return points of every layout over the numbers of ranks, the first of which is what efficiency refers to."""
     sgd = [predict_sgd(model, number, cost, options).mean for number in ranks]
     words = sum(each.words for each in model)
     points = []
@@ -192,7 +192,7 @@ def curve(name: str, model: shapes.Model, ranks: Sequence[int], cost: CostModel,
 def what_lowers_the_floor(
     name: str, model: shapes.Model, ranks: int, cost: CostModel, options: PlanOptions
 ) -> list[Remedy]:
-    """The sharded layout with other forms of the widest factors, or refreshes beside the training."""
+    """Try the sharded layout with other forms of the widest factors, or refreshes beside the training."""
     widest = max(dim for each in model for dim in _dense_dims(each))
     changes = {
         "as it is": model,

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """What `compare` left.
+    """Read what `compare` left.
 
     Raises:
         UsageError: it is something else.
@@ -63,7 +63,7 @@ def read_report(path: Path) -> Report:
 
 
 def judged_by(report: Report, setter: str) -> Report:
-    """The same runs, with what the optimizer ``setter`` reaches as their only target."""
+    """Return the same runs, with what the optimizer ``setter`` reaches as their only target."""
     aim = Aim(report["aim"])
     runs = {
         optimizer["name"]: [_run(optimizer, each) for each in optimizer["runs"]] for optimizer in report["optimizers"]
@@ -86,7 +86,7 @@ def _run(optimizer: Mapping[str, Any], run: Mapping[str, Any]) -> Run:
 
 
 def score_table(reports: Sequence[Report]) -> Table:
-    """A row for each target of each problem."""
+    """Make a row for each target of each problem."""
     names = _names(optimizer for optimizer in _optimizers(reports) if not optimizer["baseline"])
     table = Table(box=box.MARKDOWN)
     for heading in ("problem", "target, set by", "its steps, seconds", *names):
@@ -121,9 +121,9 @@ def _multiples(optimizer: Mapping[str, Any], target: int, setter: Mapping[str, A
 
 
 def slowdowns(reports: Sequence[Report]) -> dict[str, list[float]]:
-    """By optimizer, for each problem that it was run on its seconds to the best baseline's target over the fastest's.
+    """Return each optimizer's seconds to the best baseline's target over the fastest's, on the problems that it ran on.
 
-    Infinite where it missed the target.
+    They are infinite where it missed the target.
     """
     found: dict[str, list[float]] = {name: [] for name in _names(_optimizers(reports))}
     for report in reports:
@@ -149,5 +149,5 @@ def _optimizers(reports: Sequence[Report]) -> Iterator[Mapping[str, Any]]:
 
 
 def _names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Each once, in order."""
+    """Return each name once, in order."""
     return list(dict.fromkeys(optimizer["name"] for optimizer in optimizers))

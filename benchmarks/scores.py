@@ -14,7 +14,7 @@ from benchmarks.study import Run, Runs
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Over seeds; infinite where a run missed the target."""
+    """Holds the spread over seeds; infinite where a run missed the target."""
 
     median: float
     low: float
@@ -25,14 +25,14 @@ class Spread:
         return Spread(statistics.median(values), min(values), max(values))
 
     def as_json(self) -> dict[str, float | None]:
-        """None is infinite: JSON has no such number."""
+        """Return the numbers by name; None is infinite: JSON has no such number."""
         numbers = {"median": self.median, "low": self.low, "high": self.high}
         return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A value of the measure, and the optimizer that set it."""
+    """Holds a value of the measure, and the optimizer that set it."""
 
     setter: str
     value: float
@@ -40,10 +40,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How one optimizer got to a target.
+    """Says how one optimizer got to a target.
 
     Attributes:
-        reached: by how many of its runs.
+        reached: how many of its runs got there.
     """
 
     steps: Spread
@@ -61,7 +61,7 @@ class Arrival:
 
 
 def typical_lowest(runs: Sequence[Run], aim: Aim) -> float:
-    """The lowest measure of each run, in the median over seeds: of two middle ones the higher.
+    """Return the lowest measure of each run, in the median over seeds: of two middle ones the higher.
 
     So at least half of the runs get there, and the time of the optimizer that sets a target by it is finite.
     """
@@ -69,7 +69,7 @@ def typical_lowest(runs: Sequence[Run], aim: Aim) -> float:
 
 
 def target_of(setter: str, runs: Sequence[Run], aim: Aim, floor: float) -> Target:
-    """What ``setter`` reaches in the median over seeds, but not below ``floor``."""
+    """Return as a target what ``setter`` reaches in the median over seeds, but not below ``floor``."""
     return Target(setter, max(typical_lowest(runs, aim), floor))
 
 
@@ -83,7 +83,7 @@ def best_target(runs: Mapping[str, Sequence[Run]], baselines: Iterable[str], aim
 
 
 def best_trial(runs: Sequence[Run], aim: Aim, target: float) -> Run:
-    """The one with the fewest steps to ``target``; of those that miss it, the one with the lowest measure."""
+    """Return the run with the fewest steps to ``target``; of those that miss it, the one with the lowest measure."""
     return min(runs, key=lambda run: (run.steps_to(aim, target), run.lowest(aim)))
 
 
@@ -93,5 +93,5 @@ def tuning_target(tuned: Runs, baselines: Iterable[str], aim: Aim, floor: float)
 
 
 def best_trials(tuned: Runs, aim: Aim, target: float) -> dict[str, int]:
-    """By optimizer, the number of its best trial."""
+    """Return the number of each optimizer's best trial, by its name."""
     return {name: best_trial(runs, aim, target).trial for name, runs in tuned.items()}

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from torch.quasirandom import SobolEngine
 
 Setting = dict[str, float]
-"""A value for every name of a box."""
+"""Holds a value for every name of a box."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """From ``low`` to ``high``, both above 0; its logarithm is what is uniform."""
+    """Goes from ``low`` to ``high``, both above 0; its logarithm is what is uniform."""
 
     low: float
     high: float
 
     def at(self, place: float) -> float:
-        """The value at ``place`` in [0, 1]."""
+        """Return the value at ``place`` in [0, 1]."""
         return self.low * math.pow(self.high / self.low, place)
 
     def scaled(self, factor: float) -> Range:
@@ -35,12 +35,12 @@ Box = Mapping[str, Range]
 
 
 def points(box: Box, count: int, seed: int, axes: Sequence[str] | None = None) -> list[Setting]:
-    """``count`` points of ``box``: a Sobol sequence, scrambled by ``seed``.
+    """Return ``count`` points of ``box``: a Sobol sequence, scrambled by ``seed``.
 
     Args:
         box: what is searched.
         count: how many.
-        seed: of the scrambling.
+        seed: the seed of the scrambling.
         axes: the names of the sequence's axes, all those of ``box`` among them, which it is by default. Boxes with the
             same axes have the same places along all that they share.
     """

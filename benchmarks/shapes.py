@@ -15,7 +15,7 @@ MAX_FACTOR_DIM = 8192  # wider factors are diagonal: the optimizer's default
 
 
 def resnet50(images: int = 32) -> Model:
-    """ResNet-50 (He et al. 2016) as torchvision has it, 224 × 224 pixels, a batch of ``images`` on each rank."""
+    """Return ResNet-50 (He et al. 2016) as torchvision has it, 224 × 224 pixels, a batch of ``images`` on each rank."""
     model: Model = []
 
     def convolution(name: str, inputs: int, outputs: int, kernel: int, side: int) -> None:
@@ -39,7 +39,7 @@ def resnet50(images: int = 32) -> Model:
 
 
 def bert_large(tokens: int = 8 * 512) -> Model:
-    """BERT-Large (Devlin et al. 2019): embeddings, 24 layers and the pooler, ``tokens`` on each rank."""
+    """Return BERT-Large (Devlin et al. 2019): embeddings, 24 layers and the pooler, ``tokens`` on each rank."""
     width = 1024
     model: Model = [
         _embedding(f"embeddings.{n}", r, width) for n, r in (("word", 30522), ("position", 512), ("type", 2))
@@ -59,7 +59,7 @@ def bert_large(tokens: int = 8 * 512) -> Model:
 
 
 def transformer_7b(tokens: int = 4096) -> Model:
-    """Llama 2 7B (Touvron et al. 2023), ``tokens`` on each rank."""
+    """Return Llama 2 7B (Touvron et al. 2023), ``tokens`` on each rank."""
     width, hidden, vocabulary = 4096, 11008, 32000
     model: Model = [_embedding("embed", vocabulary, width)]
     for layer in range(32):
@@ -75,7 +75,7 @@ def transformer_7b(tokens: int = 4096) -> Model:
 
 
 def keeping(model: Sequence[Covered | Uncovered], widest: int, kept: Kept) -> Model:
-    """``model`` with factors that are wider than ``widest`` kept as ``kept``, others dense.
+    """Return ``model`` with factors that are wider than ``widest`` kept as ``kept``, others dense.
 
     Of a layer with two such factors and ``BlockDiagonal`` the wider one is cut, the other diagonal.
     """
@@ -94,7 +94,7 @@ def keeping(model: Sequence[Covered | Uncovered], widest: int, kept: Kept) -> Mo
 
 
 def with_inverse(model: Sequence[Covered | Uncovered], inverse: Inverse[Any]) -> Model:
-    """``model`` with another representation of all its layers."""
+    """Return ``model`` with another representation of all its layers."""
     return [replace(each, inverse=inverse) if isinstance(each, Covered) else each for each in model]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 Report = Mapping[str, Any]
 Groups = Iterator[tuple[str, Sequence[float]]]
-"""What was repeated, and its values: lowest, median and highest, or all of them."""
+"""Gives what was repeated, and its values: lowest, median and highest, or all of them."""
 
 _SUMMARY = {"median", "low", "high"}
 _OPTIMIZERS = {"compare", "pinn", "cart-pole"}
@@ -20,12 +20,12 @@ _ROUNDS = {"step-cost", "distributed", "accelerator", "refresh", "statistics-wor
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """What was repeated, and how far it lay apart.
+    """Says what was repeated, and how far it lay apart.
 
     Attributes:
         count: how many repeats there are of each figure.
         of: what differs between them, ``"seeds"`` or ``"rounds"``.
-        spreads: by the name of the figures, (highest − lowest) ÷ median: its median over all such figures of the
+        spreads: (highest − lowest) ÷ median, by the name of the figures: its median over all such figures of the
             result, and the largest. Figures of which one repeat misses its target have none.
     """
 

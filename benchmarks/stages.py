@@ -15,13 +15,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One command, and the results that it leaves.
+    """Describes one command, and the results that it leaves.
 
     Attributes:
         results: JSON files without their suffix, in the folder of results; the first names the stage.
         command: its words after ``python -m benchmarks``, but for --out. After --data-dir ``data`` stands for the
             folder of all data sets, and ``mnist`` for the folder of that name in it.
-        minutes: that it takes on two cores, until a run has recorded them.
+        minutes: the minutes that it takes on two cores, until a run has recorded them.
         leaves: how the names of the command's own files begin, where they do not as the result's does; other files that
             it leaves are then not kept.
         needs_data: whether it measures something else where it is given no --data-dir.
@@ -153,4 +153,4 @@ STAGES = (
     Stage(("averaging/transformer",), "averaging transformer --steps 300 --seeds 1 --data-dir data", 5, "averaging"),
     Stage(("cart-pole/cart-pole",), "cart-pole", 8),
 )
-"""In their order: the range test is held against tuned runs, which come before it."""
+"""Lists all of them in their order: the range test is held against tuned runs, which come before it."""

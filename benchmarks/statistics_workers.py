@@ -43,7 +43,7 @@ _IMAGES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The arguments, as processes are given them; ``images`` are those of each rank in a step."""
+    """Holds the arguments, as processes are given them; ``images`` are those of each rank in a step."""
 
     dataset: str
     data_dir: Path | None
@@ -62,16 +62,16 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one run came to.
+    """Says what one run came to.
 
     Attributes:
         losses: ``{way: mean loss of each window}``.
-        loss_ratio: of the last window, served over synchronous.
-        largest_loss_ratio: of any window.
+        loss_ratio: the loss of the last window, served over synchronous.
+        largest_loss_ratio: the largest such ratio of all windows.
         ratios: processor seconds of served steps over those of plain ones, all ranks that train together, in each turn.
         ratio: their median.
-        ratio_of_first: of the rank that sends the parameters.
-        plain_seconds: of the processor, of a plain step on one rank.
+        ratio_of_first: the ratio of the rank that sends the parameters.
+        plain_seconds: the seconds of the processor, of a plain step on one rank.
         served_seconds: likewise.
         synchronous_seconds: likewise.
         rounds: mini-batches that each worker has measured.
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compare(choices: Choices) -> None:
-    """The whole benchmark, on all ranks alike; the first of them shows it."""
+    """Run the whole benchmark, on all ranks alike; the first of them shows it."""
     pin_threads(choices.threads)
     images = PROBLEMS[choices.dataset].images(choices.data_dir)[:_IMAGES]
     found = measure(choices, images)
@@ -169,7 +169,7 @@ def measure(choices: Choices, images: Tensor) -> Found | None:
 
 
 class _Trainer:
-    """The autoencoder in DDP on the ranks that train, with K-FAC."""
+    """Trains the autoencoder in DDP on the ranks that train, with K-FAC."""
 
     def __init__(self, choices: Choices, images: Tensor, config: DistributedConfig, group: dist.ProcessGroup) -> None:
         self._choices, self._group = choices, group
@@ -178,13 +178,13 @@ class _Trainer:
         self._batches = _batches(images, choices, dist.get_rank())
 
     def train(self, steps: int) -> list[float]:
-        """The mean loss of all ranks that train before each of so many steps."""
+        """Train so many steps, and return the mean loss of all ranks that train before each."""
         losses = torch.stack([self._step(pixels) for pixels in itertools.islice(self._batches, steps)])
         dist.all_reduce(losses, group=self._group)
         return (losses / dist.get_world_size(self._group)).tolist()
 
     def turn(self) -> tuple[float, float]:
-        """Processor seconds of a plain step and of a served one, each the mean of a period."""
+        """Return the processor seconds of a plain step and of a served one, each the mean of a period."""
         steps, periods = max(self._choices.periods.common, 2 * _WINDOW), self._choices.periods
         self._set(Periods(NEVER, NEVER))
         self.train(self._choices.max_staleness + 1)  # by then the last round has come back
@@ -230,7 +230,7 @@ def _optimizer(model: nn.Module, choices: Choices, config: DistributedConfig) ->
 
 
 def _batches(images: Tensor, choices: Choices, rank: int) -> Iterator[Tensor]:
-    """Mini-batches of one rank, without end; those of a worker are as large as one of all ranks that train."""
+    """Yield mini-batches of one rank, without end; those of a worker are as large as one of all ranks that train."""
     generator = torch.Generator().manual_seed(1000 * choices.seed + rank)
     trainers = dist.get_world_size() - choices.workers
     size = choices.images if rank < trainers else choices.images * trainers // choices.workers

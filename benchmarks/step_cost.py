@@ -48,7 +48,7 @@ _PEER = "kfac_pytorch on 2 cores"
 
 @dataclass(frozen=True, slots=True)
 class PeriodCost:
-    """Cost of training with one pair of periods.
+    """Holds the cost of training with one pair of periods.
 
     Attributes:
         ratio: seconds of a step over those of SGD.
@@ -69,7 +69,7 @@ class PeriodCost:
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """One part of K-FAC, each time it runs: seconds measured, and by the floor's arithmetic."""
+    """Holds the seconds of one part of K-FAC, each time it runs: measured, and by the floor's arithmetic."""
 
     seconds: float
     floor_seconds: float
@@ -77,7 +77,7 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Costs of one workload under one setting.
+    """Holds the costs of one workload under one setting.
 
     Attributes:
         matmul_rate: floating-point operations per second of a large matrix product.
@@ -180,7 +180,7 @@ def measure(
 def _variant(
     model: nn.Module, workload: Workload, periods: Periods | None, options: Mapping[str, Any] | None = None
 ) -> Variant:
-    """A copy of the model under SGD, where there are no periods, or K-FAC."""
+    """Make a copy of the model under SGD, where there are no periods, or K-FAC."""
 
     def make(copied: nn.Module) -> Optimizer:
         if periods is None:
@@ -201,7 +201,7 @@ def _variant(
 def _period_cost(
     periods: Periods, seconds: Mapping[str, Sequence[float]], floor_overhead: float, workload: Workload
 ) -> PeriodCost:
-    """``floor_overhead`` is a multiple of an SGD step."""
+    """Return the cost at these periods; ``floor_overhead`` is a multiple of an SGD step."""
     ratios = ratio_spread(seconds[str(periods)], seconds["sgd"])
     return PeriodCost(
         periods=str(periods),
@@ -217,7 +217,7 @@ def _period_cost(
 def _part_costs(
     seconds: Mapping[str, Sequence[float]], layers: Sequence[floor.LayerWork], rate: float
 ) -> dict[str, PartCost]:
-    """Each part is the difference between a variant with it and one without, in the same round."""
+    """Return each part as the difference between a variant with it and one without, in the same round."""
     never, gather, everything = map(str, _STAGES)
     stages = {
         "update": ("no layer", "sgd", 0),

@@ -51,7 +51,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Both measures after ``steps`` steps and ``seconds`` of process time in them."""
+    """Holds both measures after ``steps`` steps and ``seconds`` of process time in them."""
 
     steps: int
     seconds: float
@@ -64,7 +64,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One optimizer with one setting and one seed.
+    """Holds a run of one optimizer with one setting and one seed.
 
     Attributes:
         readings: finite ones; the first is before any step.
@@ -83,7 +83,7 @@ class Run:
         return min((reading.measure(aim) for reading in self.readings), default=math.inf)
 
     def first(self, aim: Aim, target: float) -> Reading | None:
-        """The first reading at ``target`` or below; None is a miss."""
+        """Return the first reading at ``target`` or below; None is a miss."""
         return next((reading for reading in self.readings if reading.measure(aim) <= target), None)
 
     def steps_to(self, aim: Aim, target: float) -> float:
@@ -104,14 +104,14 @@ class Run:
 
 
 Runs = dict[str, list[Run]]
-"""By optimizer."""
+"""Holds the runs of each optimizer, by its name."""
 
 Key = tuple[str, int, int]
-"""The optimizer, the trial and the seed of a run."""
+"""Names a run by its optimizer, its trial and its seed."""
 
 
 class RunFolder:
-    """Files of runs: ``<problem>/<optimizer>-<trial>-<seed>.json``, written whole or not at all."""
+    """Keeps files of runs: ``<problem>/<optimizer>-<trial>-<seed>.json``, written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class RunFolder:
         self._commit = commit() or "unknown"  # as the process begins, whatever is committed while it runs
 
     def find(self, problem: str, optimizer: str, trial: int, seed: int, terms: Mapping[str, Any]) -> Run | None:
-        """The run, where it is there.
+        """Return the run, where it is there.
 
         Raises:
             UsageError: it was made under other ``terms``.
@@ -155,13 +155,13 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Optimizers on one problem.
+    """Compares optimizers on one problem.
 
     Attributes:
-        name: of the problem; one in each folder of runs.
+        name: the name of the problem; one in each folder of runs.
         contestants: those that take part in ``problem``.
-        trials: of each of them.
-        search_seed: of the quasi-random settings.
+        trials: how many trials each of them has.
+        search_seed: the seed of the quasi-random settings.
     """
 
     name: str
@@ -184,13 +184,13 @@ class Study:
         return points(contestant.box(self.problem), self.trials, self.search_seed, contestant.axes(self.problem))
 
     def tune(self, console: Console, names: Sequence[str] | None = None) -> Runs:
-        """All trials of all optimizers, or of some."""
+        """Run all trials of all optimizers, or of some."""
         names = list(self.contestants) if names is None else names
         wanted = [(name, trial, TUNING_SEED) for trial in range(self.trials) for name in names]
         return self._carry_out("trials", wanted, console)
 
     def repeat(self, trials: Mapping[str, int], seeds: int, console: Console) -> Runs:
-        """One trial of each optimizer, with every seed from 1 to ``seeds``."""
+        """Run one trial of each optimizer, with every seed from 1 to ``seeds``."""
         wanted = [(name, trial, seed) for seed in range(1, seeds + 1) for name, trial in trials.items()]
         return self._carry_out("repeats", wanted, console)
 
@@ -203,7 +203,7 @@ class Study:
             )
 
     def _terms(self, optimizer: str, trial: int) -> dict[str, Any]:
-        """What a kept run must have been made with."""
+        """Return what a kept run must have been made with."""
         setting = self.settings(optimizer)[trial]
         steps, period = _length(self.problem, self.contestants[optimizer], setting)
         return {
@@ -219,7 +219,7 @@ class Study:
         }
 
     def _numbers(self, optimizer: str, setting: Setting) -> dict[str, Any]:
-        """Its own and those that are the same in all trials, as its first param group holds them, fit for JSON."""
+        """Return its numbers, the same in all trials or not, as its first param group holds them, fit for JSON."""
         model = self.problem.small_model(self.examples.outputs)
         group = self.contestants[optimizer].optimizer(model, self.problem, setting).param_groups[0]
         numbers = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -242,12 +242,12 @@ def carry_out(
     """Make those runs that are not in the folder, and keep each there as soon as it is done.
 
     Args:
-        name: of the problem.
-        what: they are, for the progress bar.
+        name: the name of the problem.
+        what: what they are, for the progress bar.
         wanted: their terms.
         run: ``(optimizer, trial, seed, advance) → run``.
-        length: of a run, in what ``advance`` is told.
-        folder: where runs are looked for and kept.
+        length: the length of a run, in what ``advance`` is told.
+        folder: the folder in which runs are looked for and kept.
         console: shows what is done, and what failed.
     """
     found = {key: folder.find(name, *key, terms) for key, terms in wanted.items()}
@@ -293,7 +293,7 @@ def run_once(
     readings: list[Reading] = []
 
     def read(steps: int, seconds: float) -> Ending | None:
-        """Why to end, if there is a reason."""
+        """Return why to end, if there is a reason."""
         measures = (
             *mean_over(model, examples.training, problem.loss),
             *mean_over(model, examples.validation, problem.score),
@@ -335,7 +335,7 @@ def run_once(
 
 
 def _length(problem: Problem, contestant: Contestant, setting: Setting) -> tuple[int, int]:
-    """Steps of a run, and between two readings: a divisor of them."""
+    """Return the steps of a run, and between two readings: a divisor of them."""
     if contestant.full_batch:
         steps = problem.full_batch_steps
         assert steps is not None, "it takes part"
@@ -354,7 +354,7 @@ def _batches(problem: Problem, examples: Examples, contestant: Contestant, seed:
 
 
 def scheduled(batches: Iterator[Batch], schedule: LambdaLR) -> Iterator[Batch]:
-    """Moves the schedule on when the next batch is asked for, hence after each step."""
+    """Move the schedule on when the next batch is asked for, hence after each step."""
     for batch in batches:
         yield batch
         schedule.step()

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from benchmarks.data import Split
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""``(outputs, targets) → []``."""
+"""Maps ``(outputs, targets) → []``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Losses and accuracies over whole splits after ``steps`` steps and ``seconds`` of training."""
+    """Holds losses and accuracies over whole splits after ``steps`` steps and ``seconds`` of training."""
 
     steps: int
     seconds: float
@@ -31,7 +31,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class History:
-    """What a run left behind.
+    """Holds what a run has left.
 
     Attributes:
         batch_losses: loss of each mini-batch before its step.
@@ -51,7 +51,7 @@ class History:
 
     @property
     def highest_rise(self) -> float:
-        """The highest mini-batch loss over the first one: 1 where training never got worse than it began."""
+        """Return the highest mini-batch loss over the first one: 1 where training never got worse than it began."""
         # Not `max` alone: it is blind to a nan that is not the first.
         return math.inf if self.diverged else max(self.batch_losses) / self.batch_losses[0]
 
@@ -99,7 +99,7 @@ def train(
 def _step(
     model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor, loss_function: LossFunction
 ) -> Tensor:
-    """The loss of the batch before the step, ``[]``. Optimizers that measure their own step need the closure."""
+    """Return the batch's loss before the step, ``[]``. Optimizers that measure their own step need the closure."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -112,7 +112,7 @@ def _step(
 
 @torch.no_grad()
 def mean_over(model: nn.Module, split: Split, *functions: LossFunction, batch_size: int = 1024) -> list[float]:
-    """Each of ``functions``, means over examples, over a whole split; leaves the model in training mode."""
+    """Return each of ``functions``, means over examples, over a whole split; leaves the model in training mode."""
     model.eval()
     totals = [0.0] * len(functions)
     for inputs, targets in zip(

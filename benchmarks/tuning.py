@@ -1,4 +1,4 @@
-"""Which trial of each optimizer is repeated: found by trials of now, or read from a result of `compare`.
+"""Which trial of each optimizer is repeated: found by new trials, or read from a result of `compare`.
 
 What trials cost does not count, so that those of older code serve as well, as long as it took the same steps. Repeats
 are always run anew.
@@ -25,13 +25,13 @@ _ORIGIN = ("command", "machine", "date", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The trials of each optimizer, and the best of them.
+    """Holds the trials of each optimizer, and the best of them.
 
     Attributes:
-        target: by the steps to which trials are chosen.
+        target: the measure by the steps to which trials are chosen.
         best: number of the trial that is repeated, by optimizer.
-        trials: of each optimizer, in order, as `compare` writes them.
-        origins: what made those of earlier results, and of which ``optimizers`` they are; nothing if all are of now.
+        trials: the trials of each optimizer, in order, as `compare` writes them.
+        origins: what made those of earlier results, and of which ``optimizers`` they are; nothing if all are new.
     """
 
     target: float
@@ -109,7 +109,7 @@ def _read(study: Study, file: Path) -> dict[str, Any]:
 
 
 def _summary(run: Run, aim: Aim, target: float) -> dict[str, Any]:
-    """A trial with what it is chosen by: steps to ``target``, None for a miss, and the lowest measure."""
+    """Return a trial with what it is chosen by: steps to ``target``, None for a miss, and the lowest measure."""
     steps = run.steps_to(aim, target)
     chosen_by = {"steps": steps if math.isfinite(steps) else None, "lowest": run.lowest(aim)}
     return {"setting": run.setting, "ending": run.ending.value, **chosen_by}

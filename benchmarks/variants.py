@@ -21,13 +21,13 @@ SHORTEST_BLOCK = 6.0  # seconds; a block much shorter than the machine's own hic
 
 
 class Variant:
-    """A copy of ``model`` under one optimizer.
+    """Trains a copy of ``model`` under one optimizer.
 
     Args:
-        model: as every variant begins.
+        model: the model as every variant begins.
         loss: ``(model, inputs, targets) → []``.
         make: the optimizer of the copy.
-        periods: of K-FAC; None for others.
+        periods: the periods of K-FAC; None for others.
     """
 
     def __init__(
@@ -76,5 +76,5 @@ class Variant:
             raise RuntimeError(f"{name}: parameters are no longer finite, so the timing means nothing")
 
     def state_bytes(self) -> int:
-        """That the optimizer holds between steps."""
+        """Return the bytes that the optimizer holds between steps."""
         return tensor_bytes(self.optimizer.state_dict()["state"])

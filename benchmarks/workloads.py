@@ -16,7 +16,7 @@ from kfac_optim import LossTerms
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model, a batch and a loss.
+    """Holds a model, a batch and a loss.
 
     Attributes:
         model: makes the network.
@@ -37,7 +37,7 @@ class Workload:
 
 
 def reconstruction_loss(logits: Tensor, pixels: Tensor) -> Tensor:
-    """Binary cross-entropy summed over the pixels, mean over the batch; in nats. Both ``[batch, pixels]``."""
+    """Return binary cross-entropy summed over the pixels, mean over the batch; in nats. Both ``[batch, pixels]``."""
     return F.binary_cross_entropy_with_logits(logits, pixels, reduction="sum") / len(pixels)
 
 
@@ -74,7 +74,7 @@ def _classifier(widths: Sequence[int], examples: int) -> Workload:
 
 
 def next_character_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all positions, in nats; ``[batch, context, vocabulary]`` and ``[batch, context]``."""
+    """Return the mean over all positions, in nats; ``[batch, context, vocabulary]`` and ``[batch, context]``."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -1,16 +1,16 @@
-"""Many processes: who refreshes and preconditions what, and what is sent to whom.
+"""Many processes: which rank refreshes and preconditions what, and what is sent where.
 
 The folder is laid out in rooms like the package, and by the same rule:
 
     communication                       what is sent together, collectives on it, process groups, votes
-    launch, planning                    which launcher started the processes; who works on what, and what that costs
+    launch, planning                    the launcher of the processes; which rank works on what, and what that costs
     statistics_workers, experts         which ranks only measure and refresh, and which layers each rank has of its
                                         own: the choices, and what they make of a rank
     config                              the user's choices, as one value
     choice, training_group, refusals    what ranks compare, which ranks train, which choices do not go together
     gradients, statistics               gradients to owners and back; statistics to owners, and inverses from them
     optimizer_view                      what those below are shown of the optimizer
-    state_redistribution                who holds what of blocks and momentum, and bringing it to another rank
+    state_redistribution                which rank holds what of blocks and momentum, and bringing it to another rank
     plan_agreement, state_transfer      one plan on all ranks; states for a new plan and for checkpoints
     stages                              one trust region over the stages of a pipeline
     executor                            all of this together, as the engine asks for it

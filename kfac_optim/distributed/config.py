@@ -24,30 +24,32 @@ class DistributedConfig:
     """Says what the ranks of a process group share, and how. It must be equal on all of them, but for `observe`.
 
     Args:
-        strategy: who preconditions and updates what: `Replicated(...)`, the default, `Sharded(...)`, or `Auto(...)`.
-            With parameters that FSDP2 has sharded it is who preconditions that counts; the rest is FSDP2's.
-        group: of the ranks that train one model on different examples; None is that of `DistributedDataParallel`, or
-            of the mesh of `fully_shard`, and all ranks where nothing is wrapped. Name them where tensor
-            parallelism alone cuts the model, over some of the ranks.
+        strategy: which ranks precondition and update what: `Replicated(...)`, the default, `Sharded(...)`, or
+            `Auto(...)`. With parameters that FSDP2 has sharded it only says which ranks precondition; the rest is
+            FSDP2's.
+        group: the group of the ranks that train one model on different examples; None is that of
+            `DistributedDataParallel`, or of the mesh of `fully_shard`, and all ranks where nothing is wrapped. Name
+            them where tensor parallelism alone cuts the model, over some of the ranks.
         pipeline: the ranks that hold the other stages of the same model, as `torch.distributed.pipelining` runs them,
             each with an optimizer for its stage: one trust region then bounds the steps of all. Name in `group` the
             ranks that train the same stage on other examples, even if it is this rank alone: both are groups of a
             `DeviceMesh`, as `init_device_mesh("cuda", (replicas, stages), mesh_dim_names=("data", "stages"))` has them.
         experts: the layers of a mixture of experts that each rank has of its own, `Experts(["*.experts"])`, while
-            `strategy` is how the ranks share the others; None is none. One trust region bounds the steps of all.
+            `strategy` is how the ranks share the others; None: there are no experts. One trust region bounds the steps
+            of all.
         timeout: how long a collective may take before it is an error; None is as long as in that group.
         overlap: whether sums of statistics are sent while backward goes on, where it is known to be the last before a
             step: under DDP.
         bucket_bytes: the most that is sent at once; a tensor that is larger goes alone.
-        sums_dtype: in which statistics are sent; None is that of the factors. They are summed in float32 at least.
-            Sketches of wide factors are refused in less than float32.
-        gradient_dtype: in which gradients are sent to owners under `Sharded`; None is their own. They are summed in
-            float32 at least, whatever it is: bfloat16 halves what float32 sends, and rounds each rank's gradient once;
-            by segments the mean as well.
+        sums_dtype: the dtype in which statistics are sent; None is that of the factors. They are summed in float32 at
+            least. Sketches of wide factors are refused in less than float32.
+        gradient_dtype: the dtype in which gradients are sent to owners under `Sharded`; None is their own. They are
+            summed in float32 at least, whatever it is: bfloat16 halves what float32 sends, and rounds each rank's
+            gradient once; by segments the mean as well.
         cost: rates of the machines, by which `Auto` chooses and plans predict.
         exchange: the way between all ranks and owners, directly or by segments; None is the one that is predicted to be
             quicker for the slowest rank. What only some ranks need goes directly whatever is said here.
-        workers: ranks that measure and refresh while the others train; `Replicated()` only. None is none.
+        workers: ranks that measure and refresh while the others train; `Replicated()` only. None: all ranks train.
         observe: called with the `Message` of each collective after this rank has launched it, in their order, also
             from hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
             among them.

@@ -79,7 +79,7 @@ class DistributedExecutor(Executor):
 
     @property
     def plan(self) -> Plan | None:
-        """Return who does what; None before the first step."""
+        """Return which rank does what; None before the first step."""
         return self.agreement.plan
 
     @property
@@ -238,9 +238,10 @@ class DistributedExecutor(Executor):
         """Return the terms of the summed loss whose gradients are those of this step; a collective if ranks differ.
 
         Args:
-            counted: on this rank; None if it has counted none, which is taken for as many as the others have.
-            least: that a rank has counted.
-            most: that a rank has counted.
+            counted: the terms counted on this rank; None if it has counted none, which is taken for as many as the
+                others have.
+            least: the least that a rank has counted.
+            most: the most that a rank has counted.
         """
         mean = float(most)
         if least < most:

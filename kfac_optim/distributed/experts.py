@@ -21,7 +21,7 @@ class Experts:
     `all_to_all_single` of `torch.distributed._functional_collectives`. All other layers are the same on all ranks.
 
     The loss is the mean of the ranks' losses, `(1/P) Σ_r loss_r`, as `DistributedDataParallel` has it. At `step()` the
-    gradient of an expert must be the gradient of that mean too, as `torch.optim.SGD` would want it. Backward brings it
+    gradient of an expert must be the gradient of that mean too, as `torch.optim.SGD` would need it. Backward brings it
     as the gradient of the sum of all losses that its tokens come from: divide it by `P`, by a hook on each parameter
     of an expert that returns `gradient / P`, or after backward by `param.grad /= P`. Where several ranks hold copies of
     the same experts, sum it over these before the step. Leave the way of the tokens alone: what divides their gradients

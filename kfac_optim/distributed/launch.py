@@ -34,7 +34,7 @@ _PAUSE = 0.02
 
 
 class Launcher(Enum):
-    """Says who started the processes."""
+    """Says which launcher started the processes."""
 
     NONE = "no launcher"
     TORCHRUN = "torchrun"
@@ -49,12 +49,12 @@ class ProcessPlace:
     """Says which of the processes that were started together this one is.
 
     Attributes:
-        launcher: who started them.
+        launcher: the launcher that started them.
         rank: its number.
         local_rank: its number among those on the same machine: the accelerator to use is the one of that number.
         world_size: how many there are.
-        address: of the machine of rank 0.
-        port: on that machine, where the processes find each other.
+        address: the address of the machine of rank 0.
+        port: the port on that machine by which the processes find each other.
     """
 
     launcher: Launcher
@@ -71,8 +71,8 @@ class _Variables:
 
     Attributes:
         marks: it is at work where one of these is set.
-        rank: and so on, as in `ProcessPlace`.
-        local_size: number of processes on this machine; None if the launcher does not say.
+        rank: the variable that holds the rank; the next two likewise, as in `ProcessPlace`.
+        local_size: the variable that holds the number of processes on this machine; None if the launcher has none.
     """
 
     launcher: Launcher
@@ -108,7 +108,7 @@ def find_place(environ: Mapping[str, str]) -> ProcessPlace:
     job and step.
 
     Raises:
-        ValueError: a variable is missing, or holds what it cannot; says which, and who should have set it.
+        ValueError: a variable is missing, or holds what it cannot; says which, and which launcher should have set it.
     """
     for variables in _LAUNCHERS:
         if _is_at_work(variables, environ):
@@ -128,8 +128,9 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
     Without a launcher nothing is formed: the program runs alone, as it would without this call.
 
     Args:
-        backend: as of `torch.distributed.init_process_group`; None takes gloo for the CPU and NCCL for CUDA.
-        timeout: of the collectives, as of `init_process_group`.
+        backend: the backend, as for `torch.distributed.init_process_group`; None takes gloo for the CPU and NCCL for
+            CUDA.
+        timeout: the time-out of the collectives, as for `init_process_group`.
 
     Raises:
         ValueError: see `find_place`.

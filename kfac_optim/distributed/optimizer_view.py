@@ -66,7 +66,7 @@ class OptimizerView:
         return {} if (optimizer := self.optimizer()) is None else optimizer.state
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
-        """Yield the numbers of param groups, each behind its name."""
+        """Yield the numbers of param groups, each with its name."""
         optimizer = self.optimizer()
         for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
             for name, value in group.items():

@@ -101,7 +101,7 @@ class PlanAgreement:
         Args:
             marks: returns what this rank says of blocks and buckets; asked only if this rank knows the agreed plan.
             finite: whether gradients are finite here.
-            norm: of gradients that should be equal on all ranks; None where they are not compared.
+            norm: the norm of gradients that should be equal on all ranks; None where they are not compared.
             counted: terms of the loss that this rank has counted, whether their mean or their sum is taken.
             edited: whether gradients were changed in place here, after backward.
             progress: how far statistics workers are, as this rank sees it (`serving.rounds.Progress`).
@@ -124,7 +124,7 @@ class PlanAgreement:
             edited=edited,
             terms=None if counted is None else (counted, counted),
             tensors=_hash_of(self._optimizer.tensors()) if looks else None,
-            # As many as the others give, who may know of another plan.
+            # As many as the others give, which may know of another plan.
             marks=(*own, *[0] * (size - len(own) - 1), progress),
         )
         return vote(self._ranks.main, ballot)

@@ -103,7 +103,7 @@ def refuse_expert_layout(
     Args:
         blocks: all there are.
         experts: the parameters of experts, and their names.
-        wrapper: of the model; None is none.
+        wrapper: the wrapper of the model; None: nothing is wrapped.
 
     Raises:
         NotImplementedError: another layout would be needed.

@@ -39,8 +39,8 @@ class PipelineStages(Stages):
         Args:
             finite: whether those of this stage are.
             summed: `LossCount.summed` of this stage.
-            kl_clip: of the param groups of this stage.
-            device: of its parameters.
+            kl_clip: the `kl_clip` of the param groups of this stage.
+            device: the device of its parameters.
 
         Raises:
             ValueError: the stages have different `kl_clip`.

@@ -27,10 +27,10 @@ class Holdings:
 
     Args:
         plan: the plan.
-        params: of each covered layer and each other parameter, by its name in the plan.
-        communicator: for the main line of the program.
-        exchange: of the plan.
-        state: the optimizer's, for momentum and the like.
+        params: the parameters of each covered layer and each other parameter, by its name in the plan.
+        communicator: the communicator for the main line of the program.
+        exchange: the exchange of statistics under the plan.
+        state: returns the optimizer's state, for momentum and the like.
         earlier: `updaters` of the plan before, for those that this one leaves out: they may be trained again.
 
     Attributes:

@@ -19,7 +19,7 @@ from kfac_optim.step.roles import WholeStates
 
 
 class StateTransfer(WholeStates):
-    """Brings statistics, inverses, momentum and the like to the ranks that a plan, or a checkpoint, wants them on.
+    """Brings statistics, inverses, momentum and the like to the ranks that a plan, or a checkpoint, needs them on.
 
     Args:
         ranks: the ranks that train.

@@ -75,8 +75,8 @@ class Communicator(Launcher):
         """Sum a bucket that goes by segments over all ranks but the owner of each slot, to segments.
 
         Args:
-            bucket: as of `reduce`.
-            contributions: as of `reduce`.
+            bucket: the same on all ranks.
+            contributions: what this rank gives, as for `reduce`.
 
         Returns:
             This rank's segment of the row.

@@ -17,7 +17,7 @@ class Ballot(NamedTuple):
     """Holds what one rank says, and what comes of it: of all numbers the largest."""
 
     finite: bool
-    """Whether every gradient is."""
+    """Whether every gradient is finite."""
     model: int
     """A number below `2**62` that differs where what the ranks train differs; -1 if they do not agree on it."""
     numbers: int

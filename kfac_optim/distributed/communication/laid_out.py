@@ -35,7 +35,7 @@ def sums(
     """Sum buckets in their order, and give what this rank owns of each; a collective.
 
     Args:
-        communicator: for the main line of the program.
+        communicator: the communicator for the main line of the program.
         laid_out: the same on all ranks.
         give: gives what this rank has of a bucket.
     """
@@ -57,7 +57,7 @@ def shared(
     """Send buckets in their order, and give what came of each; a collective.
 
     Args:
-        communicator: for the main line of the program.
+        communicator: the communicator for the main line of the program.
         laid_out: the same on all ranks.
         give: gives the parcels of a bucket whose source this rank is.
         at_once: whether buckets that go directly are under way together, or one after another.

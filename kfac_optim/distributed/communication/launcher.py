@@ -65,8 +65,8 @@ class Launcher:
     communicator.
 
     Args:
-        group: of our own, see `process_groups`.
-        device: that all tensors lie on.
+        group: a process group of our own, see `process_groups`.
+        device: the device that all tensors lie on.
         timeout: how long an event waits on the CPU; on accelerators that of the group counts.
         observe: is called with every message that was launched, for traces.
     """
@@ -96,10 +96,10 @@ class Launcher:
         """Reduce a few numbers to all ranks, the same bits on each.
 
         Args:
-            name: for messages and traces.
-            values: of one shape and dtype on all ranks; left as they are.
+            name: a name for error messages and traces.
+            values: the numbers, of one shape and dtype on all ranks; left as they are.
             operation: `SUM`, `MAX`, …
-            layers: that the numbers are about, for messages.
+            layers: the layers that the numbers are about, for error messages.
         """
         result = values.detach().clone(memory_format=torch.contiguous_format)
         message = all_reduction(name, self.rank, self.world_size, result.numel(), result.itemsize)
@@ -121,8 +121,8 @@ class Launcher:
         """Launch a message that is no all-reduce.
 
         Args:
-            message: of this rank; a reduce-scatter is summed by the caller, as an all-to-all of the parts.
-            names: of layers, for messages.
+            message: the message of this rank; a reduce-scatter is summed by the caller, as an all-to-all of the parts.
+            names: the names of layers, for error messages.
             sent: what `message.to` counts, `[sum(message.to)]`; of an all-gather this rank's part.
             received: what `message.from_` counts, to be written to.
             finish: is called when all has come.
@@ -217,7 +217,7 @@ class Launcher:
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    work.wait()  # it may have come just after the look-out had ended; else it raises as it failed
+                    work.wait()  # it may have come just after the look-out had ended; otherwise it raises as it failed
                     return
                 if left <= _LOOKOUT:
                     raise
@@ -226,7 +226,7 @@ class Launcher:
 
     @contextmanager
     def _blaming(self, bucket: str, names: Sequence[str]) -> Iterator[None]:
-        """Turn what `torch.distributed` raises into an error that says what was under way, and who is missing."""
+        """Turn an error of `torch.distributed` into one that says what was under way, and which ranks are missing."""
         start = time.monotonic()
         try:
             yield
@@ -261,7 +261,7 @@ class Launcher:
                 silent = [rank for rank in silent if not store.check([f"{_GIVEN_UP}/{rank}"])]
             words = store.get(_GIVEN_UP).decode().removesuffix(".")
         except RuntimeError as error:
-            return f"Who is missing is not known, as the store of the process group is gone too ({error})."
+            return f"Which ranks are missing is not known, as the store of the process group is gone too ({error})."
         told = [f"Before that {words}."] if words else []
         if silent:
             absent = listed_ranks([self._names[rank] for rank in silent])

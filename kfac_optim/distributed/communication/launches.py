@@ -48,7 +48,7 @@ class InFlight(NamedTuple, Generic[T]):
     """Stands for a collective under way."""
 
     result: T
-    """Valid once `event` was waited for."""
+    """The result; valid once `event` was waited for."""
     event: Event
 
     def wait(self) -> T:

@@ -18,7 +18,7 @@ class Slot:
     """Describes one tensor in a `ReduceBucket`.
 
     Attributes:
-        name: of the layer, and of what it is of it: for messages, and to report it.
+        name: names the layer, and what of it this is: for messages, and to report it.
         elements: how many; those of a packed triangle for a symmetric matrix (`linalg.pack_triangle`).
         owner: rank that gets the sum.
         masses: how many are summed too, each in one more element, of as many equal parts of the tensor. A plain sum has
@@ -48,8 +48,8 @@ class ReduceBucket:
     rounded: where the payload is narrower than the sum, their bits travel as two numbers of the payload's dtype.
 
     Attributes:
-        name: for messages and traces.
-        slots: at least one; names differ.
+        name: a name for messages and traces.
+        slots: one or more; names differ.
         world_size: number of ranks.
         payload: dtype on the wire.
         segmented: whether it goes by segments, see [Note: the way by segments]; or each section to its owner directly.
@@ -233,12 +233,12 @@ class Contributions:
     """Collects what one rank gives to one launch of a bucket: zeros, until something is put in.
 
     Args:
-        bucket: which.
-        rank: which gives it; its own section stays zeros.
-        device: where the bucket is put together.
+        bucket: the bucket.
+        rank: the rank that gives it; its own section stays zeros.
+        device: the device on which the bucket is put together.
 
     Attributes:
-        sections: of all owners, one after the other, `[sum(bucket.sections)]`.
+        sections: the sections of all owners, one after the other, `[sum(bucket.sections)]`.
     """
 
     def __init__(self, bucket: ReduceBucket, rank: int, device: torch.device) -> None:
@@ -254,8 +254,8 @@ class Contributions:
         """Make a slot `mass · values` and `mass`; zeros where the mass is not positive. What it held is gone.
 
         Args:
-            name: of a slot that another rank owns.
-            values: of as many elements as the slot, in any shape; copied.
+            name: the name of a slot that another rank owns.
+            values: as many elements as the slot has, in any shape; copied.
             mass: a number, or as many as the slot has masses, on the same device; of a plain sum what it is to be
                 multiplied by.
         """

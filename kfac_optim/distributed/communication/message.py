@@ -20,9 +20,9 @@ class Message:
     """Says what one rank sends and receives in one collective.
 
     Attributes:
-        name: of the bucket, for traces.
-        collective: which.
-        rank: that takes part.
+        name: the name of the bucket, for traces.
+        collective: the operation.
+        rank: the rank that takes part.
         to: elements for each rank; what is for itself may be in it, and does not count.
         from_: elements from each rank, likewise.
         itemsize: bytes of an element.

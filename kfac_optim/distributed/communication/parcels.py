@@ -16,7 +16,7 @@ class Parcel:
     """Describes one tensor in a `ShareBucket`.
 
     Attributes:
-        name: of the layer, and of what it is of it: for messages, and in results.
+        name: names the layer, and what of it this is: for messages, and in results.
         elements: how many.
         source: rank that has it.
         targets: ranks that get it, ascending. The source may be one of them: it then gets what the others get, its
@@ -37,8 +37,8 @@ class ShareBucket:
     shards to the owner of a matrix and back.
 
     Attributes:
-        name: for messages and traces.
-        parcels: at least one; names differ.
+        name: a name for messages and traces.
+        parcels: one or more; names differ.
         world_size: number of ranks.
         payload: dtype on the wire, and of results.
         segmented: whether it goes by segments, see [Note: the way by segments], which only what goes to all ranks can;

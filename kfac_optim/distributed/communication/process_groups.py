@@ -74,7 +74,7 @@ class OwnGroups:
     """Holds the groups of all optimizers that train on the same ranks with the same time-out; see `own_groups`.
 
     Attributes:
-        main: for collectives that all ranks launch at the same place in the program.
+        main: the group for collectives that all ranks launch at the same place in the program.
     """
 
     def __init__(self, ranks: Sequence[int], backend: str, timeout: timedelta) -> None:
@@ -150,7 +150,7 @@ class OwnGroups:
         return "some of them"
 
     def _take_back(self, key: str) -> None:
-        """Forget that this rank has come: who did not come has not counted this group, and meets it at the next."""
+        """Forget that this rank has come: ranks that did not come have not counted this group, and meet it later."""
         _MADE[world()]["-".join(map(str, self._ranks))] -= 1
         with suppress(RuntimeError):
             world().get_group_store().delete_key(f"{key}/{dist.get_rank()}")
@@ -186,7 +186,7 @@ def own_groups(parent: dist.ProcessGroup, timeout: timedelta) -> OwnGroups:
 
     Args:
         parent: the group that trains.
-        timeout: of collectives.
+        timeout: the time-out of collectives.
 
     Raises:
         CollectiveError: some rank never came; it is named.

@@ -55,10 +55,10 @@ class Reducer:
         """Report all that this rank gives to a slot; launches what is complete by that.
 
         Args:
-            name: of a slot. Of one that this rank owns the report alone counts, not what it holds.
+            name: the name of a slot. Where this rank owns it the report alone counts, not what it holds.
             values: a mean, of as many elements as the slot, in any shape; copied.
-            mass: that is behind it, a number, or as many as the slot has, on the same device; 0 if there is nothing,
-                whatever the values are then. Of a plain sum what it is to be multiplied by.
+            mass: the mass of the mean, a number, or as many as the slot has, on the same device; 0 if there is nothing,
+                whatever the values are then. Of a plain sum it is what the values are to be multiplied by.
 
         Raises:
             ValueError: the slot has another size.
@@ -100,7 +100,7 @@ class Reducer:
         Args:
             final: gives values and mass of a slot, as for `ready`. It is asked for what was not reported, or does not
                 hold any more, and for all slots of the buckets that go again; never for slots that this rank owns.
-            again: of each bucket, whether `stale_flags` of any rank has it: the same on all ranks.
+            again: whether each bucket is stale on any rank, by its `stale_flags`: the same on all ranks.
 
         Returns:
             The sums over the other ranks of the slots that this rank owns, by name, bucket by bucket: to be asked for

@@ -14,7 +14,7 @@ class OwnedRow:
     """Pieces in a row that are summed over ranks, owners included, each to its owner.
 
     Attributes:
-        name: for messages and traces.
+        name: a name for messages and traces.
         pieces: owner and number of elements of each, in the order of the row; an owner of -1 is all ranks, and where a
             piece has that the whole row is summed to all.
         world_size: number of ranks.

@@ -188,8 +188,8 @@ def batches(rows: Sequence[Mapping[int, float]], limit: float | None = None, ran
 
     Args:
         rows: what ranks own of each.
-        limit: as of `Batching`; None is the largest of these rows.
-        ranks: as of `Batching`.
+        limit: what one rank may own of a batch, see `Batching`; None is the largest of these rows.
+        ranks: how many ranks sum rows that they put together, see `Batching`.
     """
     batching = Batching(max((sum(row.values()) for row in rows), default=0.0) if limit is None else limit, ranks)
     starts = [number for number, row in enumerate(rows) if batching.begins(row)]
@@ -216,7 +216,7 @@ def by_row(received: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return, row by row, what came of several rows in one message, put together of what each rank has sent.
 
     Args:
-        received: of every rank one after the other, of each its parts of all rows in their order, `[elements]`.
+        received: what came of every rank, one after the other: its parts of all rows in their order, `[elements]`.
         sizes: elements of each row from each rank.
 
     Returns:
@@ -233,8 +233,8 @@ def to_owners(layouts: Sequence[Segments], rank: int, segments: list[Tensor]) ->
     """Return the segments that a rank has of several rows as they go to owners: by owners, of each row after row.
 
     Args:
-        layouts: of the rows.
-        rank: whose segments.
+        layouts: the layouts of the rows.
+        rank: the rank whose segments these are.
         segments: one of each row; taken out of the list as they are copied.
     """
     counts = [layout.for_owners(rank) for layout in layouts]

@@ -17,9 +17,9 @@ class Transfer(NamedTuple):
     """Tensors that go from one rank to others.
 
     Attributes:
-        name: for messages.
-        tensors: of any real dtypes, and of equal shapes on all ranks: the source's are sent, and those of targets are
-            written to; on other ranks only the shapes count.
+        name: a name for messages.
+        tensors: tensors of any real dtypes, and of equal shapes on all ranks: the source's are sent, and those of
+            targets are written to; on other ranks only the shapes count.
         source: rank.
         targets: ranks; the source, if it is among them, is left alone.
     """

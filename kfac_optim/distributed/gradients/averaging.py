@@ -31,7 +31,7 @@ class AveragingCheck:
     """Compares norms of gradients among ranks, at the first few steps with gradients that nobody is known to average.
 
     Args:
-        wrapper: of the model, or of a part of it; None is none.
+        wrapper: the wrapper of the model, or of a part of it; None: nothing is wrapped.
     """
 
     def __init__(self, wrapper: DistributedDataParallel | None) -> None:
@@ -57,9 +57,9 @@ class AveragingCheck:
         """Raise on all ranks alike where their norms differ.
 
         Args:
-            difference: relative, of those ranks that have compared.
-            params: of the optimizer.
-            names: of these.
+            difference: the relative difference of norms, among those ranks that have compared.
+            params: the parameters of the optimizer.
+            names: their names.
 
         Raises:
             RuntimeError: they do.

@@ -27,9 +27,9 @@ def continued(
     it queues waits on the device, in a stream of its own (see [Note: one stream]).
 
     Args:
-        future: of a message, or of several.
-        device: of the tensors.
-        then: as of `torch.futures.Future.then`; it waits for the future itself.
+        future: the future of a message, or of several.
+        device: the device of the tensors.
+        then: is called with the future, as by `torch.futures.Future.then`; it waits for the future itself.
 
     Returns:
         The future of what `then` returns, in which whoever waits finds the tensors.

@@ -41,10 +41,10 @@ class OwnersHook:
     all-reduce again from then on, and the next optimizer takes it over.
 
     Args:
-        wrapper: whose gradients.
+        wrapper: the wrapper whose gradients are sent.
 
     Attributes:
-        flow: who owns the gradients; None brings the mean to all.
+        flow: knows which rank owns each gradient; None brings the mean to all.
         observe: is called with every message, for traces.
         user: refers to what uses the hook; None once it is released.
     """
@@ -169,7 +169,7 @@ class OwnersHook:
                 if param in flow.owner_of:
                     self._watch(param)
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
-            return self._to_all(None, bucket, shadows=shadows)  # who owns them is not known yet, or some are not ours
+            return self._to_all(None, bucket, shadows=shadows)  # their owners are not known yet, or some are not ours
         row = flow.row(bucket.index(), bucket.parameters(), bucket.buffer().dtype)
         if not shadows:
             self._make_local(bucket, flow)

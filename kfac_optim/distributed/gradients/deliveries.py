@@ -19,11 +19,11 @@ class Segment:
 
     Args:
         row: lays the bucket out.
-        buffer: of the bucket.
+        buffer: the buffer of the bucket.
         take: is called with the means of what this rank owns of the bucket.
 
     Attributes:
-        mean: of the segment; None until it is there, and again when it was sent.
+        mean: the mean of the segment; None until it is there, and again when it was sent.
         done: ends when what this rank owns of the bucket is the mean.
     """
 
@@ -70,8 +70,8 @@ class Deliveries:
     [Note: the way by segments].
 
     Args:
-        communicator: of a group on which nothing else is launched.
-        limit: as of `Batching`.
+        communicator: a communicator on a group on which nothing else is launched.
+        limit: what one rank may own of a batch, see `Batching`.
     """
 
     def __init__(self, communicator: Communicator, limit: float) -> None:

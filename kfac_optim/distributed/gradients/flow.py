@@ -53,9 +53,9 @@ class ReplicatedGradients(GradientFlow):
     """Leaves the mean of all gradients on every rank, which updates all; some ranks precondition a layer for all.
 
     Args:
-        plan: of `Replicated`.
-        communicator: for the main line of the program.
-        params: of each covered layer, by its name in the plan.
+        plan: a plan of `Replicated`.
+        communicator: the communicator for the main line of the program.
+        params: the parameters of each covered layer, by its name in the plan.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:

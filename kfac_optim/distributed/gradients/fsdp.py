@@ -47,8 +47,8 @@ def to_owners(name: str, params: Sequence[Owned], grid: Grid, payload: torch.dty
     """Return the bucket that brings parts of gradients to the owners of the whole; empty parts send nothing.
 
     Args:
-        name: of the bucket.
-        params: with at least one element between them; names differ.
+        name: the name of the bucket.
+        params: parameters with at least one element between them; names differ.
         grid: the ranks.
         payload: dtype on the wire.
 
@@ -65,7 +65,7 @@ def to_owners(name: str, params: Sequence[Owned], grid: Grid, payload: torch.dty
 
 
 def from_owners(name: str, params: Sequence[Owned], grid: Grid, payload: torch.dtype = torch.float32) -> ShareBucket:
-    """Return the bucket that brings parts of directions from the owners of the whole to all who hold them."""
+    """Return the bucket that brings parts of directions from the owners of the whole to all ranks that hold them."""
     parcels = [
         Parcel(parcel_name(of, part), part.elements, owner, part.holders)
         for of, param, owner in params

@@ -1,4 +1,4 @@
-"""FSDP2 and the like: parts of gradients to the owner of the matrix, who preconditions, and of its direction back."""
+"""FSDP2 and the like: parts of gradients to the owner of the matrix, which preconditions, and of its direction back."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,9 +23,9 @@ class RowGradients(GradientFlow):
     """Leaves parts of all parameters on the ranks, which update them; a layer's owner preconditions the whole.
 
     Args:
-        plan: of `FullySharded`.
-        communicator: for the main line of the program.
-        grid: the ranks, and who holds what.
+        plan: a plan of `FullySharded`.
+        communicator: the communicator for the main line of the program.
+        grid: the ranks, and which of them hold what.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, grid: Grid) -> None:

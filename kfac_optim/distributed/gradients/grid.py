@@ -85,7 +85,7 @@ class Grid:
 
         Args:
             tensor: a parameter or a gradient.
-            name: for messages.
+            name: a name for messages.
 
         Raises:
             NotImplementedError: it does not lie in boxes on this grid.

@@ -24,7 +24,7 @@ class Joining:
     """Knows whether ranks go on without examples, and gives them what their steps need.
 
     Args:
-        wrappers: of the model.
+        wrappers: the wrappers of the model.
         to_owners: whether gradients may go to owners alone.
         directly: whether they go there directly, as the user says.
 
@@ -96,8 +96,8 @@ class Joining:
         """Give the mean of gradients to ranks that have run out of examples; a collective within a `Join`.
 
         Args:
-            communicator: for the main line of the program.
-            params: of the optimizer.
+            communicator: the communicator for the main line of the program.
+            params: the parameters of the optimizer.
             whole: whether every rank needs all gradients.
             scaled: whether this rank has divided its gradients by a loss scale.
 

@@ -33,15 +33,15 @@ from kfac_optim.utils.autograd import reaches
 
 
 class ShardedGradients(GradientFlow):
-    """Brings each layer's gradient to its owner, who updates; all parameters are gathered after the step.
+    """Brings each layer's gradient to its owner, which updates; all parameters are gathered after the step.
 
     What has no owner (`Plan.everywhere`) all ranks have the mean of, precondition and update.
 
     Args:
-        plan: of `Sharded`.
-        communicator: for the main line of the program.
-        params: of each covered layer and each other parameter, by its name in the plan.
-        delivery: for what is launched in backward; needed where gradients go by segments.
+        plan: a plan of `Sharded`.
+        communicator: the communicator for the main line of the program.
+        params: the parameters of each covered layer and each other parameter, by its name in the plan.
+        delivery: the communicator for what is launched in backward; needed where gradients go by segments.
 
     Attributes:
         owner_of: the rank that updates a parameter, -1 where all do; those that are not trained have none.
@@ -74,9 +74,9 @@ class ShardedGradients(GradientFlow):
         """Return how the gradients in a bucket of a wrapper go to their owners, which is laid out once.
 
         Args:
-            number: of the bucket.
-            params: whose gradients it has, in its order.
-            dtype: of the bucket.
+            number: the number of the bucket.
+            params: the parameters whose gradients it has, in its order.
+            dtype: the dtype of the bucket.
         """
         key = (number, dtype, tuple(params))
         if key not in self._rows:
@@ -230,8 +230,8 @@ def refuse_added(difference: float) -> None:
             "kfac_optim: a backward that reduces nothing came after one that had reduced the gradients of this step, "
             "and what it has added differs from rank to rank. Under Sharded() gradients are with their owners by then, "
             "and what other ranks add would be lost. Have the last backward before step() outside of no_sync(), or all "
-            "of them within it. DistributedDataParallel reduces only the first backward behind a forward of the "
-            "wrapper, and none behind a call of model.module(...): add such losses up, and take one backward."
+            "of them within it. DistributedDataParallel reduces only the first backward after a forward of the "
+            "wrapper, and none after a call of model.module(...): add such losses up, and take one backward."
         )
 
 

@@ -22,9 +22,9 @@ def check_sharding(
 
     Args:
         blocks: all there are.
-        params: of the optimizer.
+        params: the parameters of the optimizer.
         shards: what FSDP2 keeps of the model.
-        group: of the ranks that train together.
+        group: the group of the ranks that train together.
 
     Raises:
         NotImplementedError: there are such layers; all of them are named, with all that is to be done about it. Or
@@ -108,7 +108,7 @@ def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.Proces
     of all processes, where it has all of them.
 
     Args:
-        params: to look at.
+        params: the parameters to look at.
         shards: what FSDP2 keeps of the model.
     """
     meshes = [param.device_mesh for param in params if shards.of(param) is not None and isinstance(param, DTensor)]
@@ -127,7 +127,7 @@ def ranks_alike(model: nn.Module) -> list[int]:
     of two dimensions. Other parameters may lie in parts on ranks with other examples, as those of experts do.
 
     Args:
-        model: in which modules may be wrapped by `fully_shard`.
+        model: a model whose modules may be wrapped by `fully_shard`.
 
     Returns:
         Their numbers among all processes, in order; none where no layer is cut.

@@ -49,8 +49,8 @@ class DivisionCheck:
         """Raise on all ranks alike where gradients are as backward has brought them; collectives, at the first steps.
 
         Args:
-            params: of the experts here.
-            communicator: of all ranks.
+            params: the parameters of the experts here.
+            communicator: a communicator of all ranks.
             over_copies: sums `[2]` over the ranks that hold copies of these experts.
             copies: how many these are; their gradients at the step are equal, the sum of what backward brought to each.
             averages: whether the gradients of other layers are known to be the mean over ranks.

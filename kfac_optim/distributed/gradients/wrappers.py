@@ -17,7 +17,7 @@ class Wrappers:
 
     Args:
         to_owners: whether gradients go to owners alone.
-        observe: as of `OwnersHook`.
+        observe: is called with every message, for traces.
     """
 
     def __init__(self, *, to_owners: bool, observe: Callable[[Message], None] | None) -> None:
@@ -40,7 +40,7 @@ class Wrappers:
         return None if found in self._hooks else found
 
     def begin_forward(self, model: nn.Module) -> DistributedDataParallel | None:
-        """Note the wrapper in which a forward of `model` begins; return it if it is not known yet, else None."""
+        """Note the wrapper in which a forward of `model` begins; return it if it is not known yet, otherwise None."""
         # Private, but torch asks it for the same reason, as it compiles what a wrapper holds.
         under_way = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
         if under_way is None or under_way is self.latest or _is(self._stranger, under_way):
@@ -58,7 +58,7 @@ class Wrappers:
         """Listen to a wrapper that is not known yet.
 
         Args:
-            wrapper: to listen to.
+            wrapper: the wrapper to listen to.
             may_have_a_hook: whether one that has another communication hook is left with that: gradients are then the
                 mean on all ranks, before they go to owners.
         """

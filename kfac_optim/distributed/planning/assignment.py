@@ -101,9 +101,9 @@ def place(
     """Choose where each layer is worked on.
 
     Args:
-        layers: by name.
+        layers: the load of each layer, by its name.
         ranks: how many there are.
-        strategy: whose layout it is.
+        strategy: the strategy whose layout it is.
         period: steps between refreshes, of which one refresh and as many preconditionings are the work of a layer.
         per_node: ranks of each node, neighbours; None means that it is not known.
     """

@@ -63,12 +63,12 @@ class PlannedBucket:
 
     Attributes:
         payload: what it holds.
-        items: in order; never cut.
+        items: the items, in order; never cut.
         itemsize: bytes of a word.
         members: ranks of the group.
         collective: how it is sent: a reduce-scatter is followed by an all-to-all to owners, and an all-gather follows
             one from owners, as [Note: the way by segments] has it; an all-to-all alone goes directly.
-        seconds: that this is predicted to take, as far as backward may hide it.
+        seconds: the seconds that this is predicted to take, as far as backward may hide it.
         later: seconds of what follows where backward has ended.
     """
 
@@ -131,11 +131,11 @@ def make_buckets(
 
     Args:
         payload: what they hold.
-        items: in order.
+        items: what is sent, in order.
         limit: words.
         itemsize: bytes of a word.
         members: ranks of the group.
-        cost: of collectives.
+        cost: the cost model, for collectives.
         exchange: the way between all ranks and owners; None is the one that is quicker for the slowest rank.
         largest: bytes of the largest bucket of other payloads, for sums.
     """

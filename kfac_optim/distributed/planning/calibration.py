@@ -28,9 +28,9 @@ def measure_costs(device: torch.device | str | None = None, group: dist.ProcessG
     has them: for many nodes, give the bandwidth of one rank's link instead.
 
     Args:
-        device: where the model is; None is the accelerator, if there is one and the group sends its tensors, else the
-            CPU.
-        group: that trains together; None is all ranks.
+        device: the device of the model; None is the accelerator, if there is one and the group sends its tensors,
+            otherwise the CPU.
+        group: the group that trains together; None is all ranks.
 
     Returns:
         Rates for `DistributedConfig(cost=...)`.

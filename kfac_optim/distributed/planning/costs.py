@@ -23,11 +23,11 @@ class CostModel:
         flop_rate: floating-point operations per second of large matrix products on one rank.
         bandwidth: bytes per second that a rank sends, while it receives as many.
         latency: seconds before the first byte of a message arrives.
-        ranks_per_node: of neighbouring ranks, as many as are on one machine: then plans keep what they can from going
-            between machines. None is not known.
-        bandwidth_in_node: as `bandwidth`, between ranks of one machine; None is `bandwidth`.
-        solver_rate: as `flop_rate`, of the operations that `Inverse.flops` counts for a refresh: factorisations are
-            slower than products on accelerators. None is `flop_rate`.
+        ranks_per_node: how many neighbouring ranks are on one machine: then plans keep what they can from going between
+            machines. None: it is not known.
+        bandwidth_in_node: bytes per second, as `bandwidth`, between ranks of one machine; None is `bandwidth`.
+        solver_rate: operations per second, as `flop_rate`, of those that `Inverse.flops` counts for a refresh:
+            factorisations are slower than products on accelerators. None is `flop_rate`.
 
     Raises:
         TypeError: an argument is not a number.
@@ -71,11 +71,11 @@ class CostModel:
         """Return seconds of one collective.
 
         Args:
-            collective: which.
+            collective: the operation.
             size: bytes of the whole: of the tensor reduced, scattered or gathered; for an all-to-all what the busiest
                 rank sends or gets in all, its own share included.
-            ranks: of the group; one has nothing to send.
-            mean: for an all-to-all, what ranks send on average; None is as much as the busiest.
+            ranks: how many ranks the group has; one has nothing to send.
+            mean: what ranks send on average in an all-to-all; None is as much as the busiest.
         """
         check_integer("ranks", ranks)
         if ranks == 1:

@@ -30,7 +30,7 @@ def on_all_ranks(
         model: all of them.
         ranks: how many there are.
         options: numbers that the plan depends on.
-        cost: of the machines.
+        cost: the rates of the machines.
     """
     if ranks < FEWEST:
         return frozenset()

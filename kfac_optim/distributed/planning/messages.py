@@ -55,7 +55,7 @@ def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]
     """Return running averages to the owners of parts, a slot for each of `Part.sums`, in the order of backward.
 
     Args:
-        plan: whose.
+        plan: the plan.
         layers: names of those that are merged.
     """
     slots = {
@@ -74,12 +74,12 @@ def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]
 
 
 def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, ...]:
-    """Return gradients to who updates, plain sums, in the order of backward; under `Sharded` alone.
+    """Return gradients to the ranks that update, plain sums, in the order of backward; under `Sharded` alone.
 
     Args:
-        plan: whose.
-        names: of layers, and of parameters that are not covered; so are the slots named. Those that all ranks update
-            are left to `gradient_means`.
+        plan: the plan.
+        names: the names of layers, and of parameters that are not covered; so are the slots named. Those that all ranks
+            update are left to `gradient_means`.
     """
     options, segmented = plan.options, plan.by_segments(Payload.GRADIENTS)
     dtype = options.gradient_dtype or options.parameter_dtype
@@ -114,7 +114,7 @@ def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ..
     precondition the layer. The owner gets its own back; what no other rank needs is left out.
 
     Args:
-        plan: whose.
+        plan: the plan.
         layers: names of those that were refreshed.
     """
 
@@ -126,13 +126,13 @@ def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ..
 
 
 def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ...]:
-    """Return preconditioned gradients from who has them to the others, in forward order; see `preconditioned_name`.
+    """Return preconditioned gradients from ranks that have them to others, in forward order; see `preconditioned_name`.
 
     Of the ranks that precondition a layer, each sends to those that are nearest to it (`assignment.nearest`). It gets
     its own back, so that all ranks have the same bits whatever the payload.
 
     Args:
-        plan: whose.
+        plan: the plan.
         layers: names of those that were preconditioned.
     """
     workers_of = {layer.name: layer.workers for layer in plan.layers}
@@ -147,12 +147,12 @@ def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBu
 
 
 def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, ...]:
-    """Return parameters from who updates them to the others, in forward order; under `Sharded` alone.
+    """Return parameters from the ranks that update them to the others, in forward order; under `Sharded` alone.
 
     Args:
-        plan: whose.
-        names: of layers, and of parameters that are not covered; so are the parcels named. Those that all ranks update
-            are left out.
+        plan: the plan.
+        names: the names of layers, and of parameters that are not covered; so are the parcels named. Those that all
+            ranks update are left out.
     """
 
     def parcel(sent: _Sent) -> Iterator[Parcel]:
@@ -170,8 +170,8 @@ def all_buckets(plan: Plan, payload: Payload) -> tuple[ReduceBucket | ShareBucke
     """Return all that is sent of one payload where no layer is left out, but for all-reduces.
 
     Args:
-        plan: whose.
-        payload: which; rows and directions are laid out by their shards (`gradients.fsdp`), and are not here.
+        plan: the plan.
+        payload: the payload; rows and directions are laid out by their shards (`gradients.fsdp`), and are not here.
     """
     layouts: dict[Payload, Callable[[Plan, Collection[str]], tuple[ReduceBucket | ShareBucket, ...]]] = {
         Payload.SUMS: sum_buckets,
@@ -190,10 +190,10 @@ def gradient_row(plan: Plan, number: int, pieces: Sequence[tuple[int, int]], dty
     """Return how gradients go to their owners that a wrapper has in one of its buckets.
 
     Args:
-        plan: whose.
-        number: of the bucket.
+        plan: the plan.
+        number: the number of the bucket.
         pieces: owner and number of elements of each gradient, in the order of the bucket.
-        dtype: of the bucket, in which it is sent where the plan has no `gradient_dtype`.
+        dtype: the dtype of the bucket, in which it is sent where the plan has no `gradient_dtype`.
     """
     if all(owner >= 0 for owner, _ in pieces):  # an all-reduce would sum in that dtype
         dtype = plan.options.gradient_dtype or dtype

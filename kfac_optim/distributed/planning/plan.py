@@ -1,4 +1,4 @@
-"""The plan of a model on many ranks: who works on what, what is sent, and what it costs."""
+"""The plan of a model on many ranks: which rank works on what, what is sent, and what it costs."""
 
 import hashlib
 import json
@@ -28,21 +28,23 @@ CLIP_LAST = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Says who works on what, what is sent, and what that costs. `make_plan` makes it, `str(plan.summary())` shows it.
+    """Says which rank works on what, what is sent, and what that costs.
+
+    `make_plan` makes it, `str(plan.summary())` shows it.
 
     Attributes:
         ranks: how many there are.
         strategy: the layout; of `Auto` what it chose.
         options: numbers that it depends on.
         cost: rates by which seconds were predicted and collectives chosen.
-        layers: in forward order.
+        layers: the covered layers, in forward order.
         parameters: the ones that are not covered, in forward order.
         buckets: those of each payload in the order in which they are sent.
-        traffic: of each payload that is sent.
+        traffic: the traffic of each payload that is sent.
         refresh_loads: operations of each rank's refreshes.
         apply_loads: operations of each rank's preconditioning in a step.
-        memory: of each rank.
-        seconds: predicted, of a step.
+        memory: the memory of each rank.
+        seconds: the predicted seconds of a step.
     """
 
     ranks: int

@@ -44,7 +44,7 @@ def vote_marks(layers: int, buckets: int) -> int:
 
     Args:
         layers: how many; 0 where there is no plan yet.
-        buckets: of factor sums.
+        buckets: how many buckets of factor sums there are.
     """
     return _MARKS * max(1, math.ceil((layers + buckets + 1) / _MARKS))
 
@@ -57,10 +57,10 @@ class PlanOptions:
         factor_update_period: steps between statistics.
         inverse_update_period: steps between refreshes, once the averages are no longer young, with a constant damping.
         bucket_bytes: the most that is sent together, except that a tensor is never cut; DDP's default.
-        parameter_dtype: of parameters and gradients, in which they are sent.
-        factor_dtype: of the running averages; inverses are kept and sent in it, and in float32 at least.
-        sums_dtype: in which factor sums are sent; None is `factor_dtype`.
-        gradient_dtype: in which gradients are sent to owners; None is `parameter_dtype`.
+        parameter_dtype: the dtype of parameters and gradients, in which they are sent.
+        factor_dtype: the dtype of the running averages; inverses are kept and sent in it, and in float32 at least.
+        sums_dtype: the dtype in which factor sums are sent; None is `factor_dtype`.
+        gradient_dtype: the dtype in which gradients are sent to owners; None is `parameter_dtype`.
         momentum: whether there is a momentum buffer for each parameter.
         scalars: how many numbers each sum over parameters has that every step takes, over ranks too but under
             `Replicated`: three for the trust region with one param group, and one for its momentum.

@@ -33,13 +33,13 @@ class LayerPlan:
     """Plans one covered layer.
 
     Attributes:
-        name: of the layer.
+        name: the name of the layer.
         description: shapes and choices that ranks must agree on.
-        position: in forward order, uncovered parameters counted too.
-        words: of its gradient.
+        position: its number in forward order, uncovered parameters counted too.
+        words: the words of its gradient.
         apply: operations of one preconditioning.
         workers: ranks that precondition it.
-        parts: in the order of `Inverse.parts`.
+        parts: the plans of its parts, in the order of `Inverse.parts`.
     """
 
     name: str
@@ -102,9 +102,9 @@ class Memory:
     Attributes:
         sums: averages of its own since the last refresh, packed.
         averages: running averages of the parts that it refreshes, packed.
-        inverses: of the layers that it preconditions or refreshes.
+        inverses: the inverses of the layers that it preconditions or refreshes.
         buffers: packed factor sums on their way.
-        momentum: of the parameters that it updates.
+        momentum: the momentum of the parameters that it updates.
     """
 
     sums: int

@@ -13,7 +13,7 @@ class Covered:
     """Describes a gradient matrix that K-FAC preconditions.
 
     Attributes:
-        spec: as its block has it.
+        spec: the spec of its layer, as its block has it.
         inverse: its representation.
         rows: examples × positions that one rank's batch gives it; 0 leaves its forward, backward and statistics out of
             the prediction, as of an embedding.

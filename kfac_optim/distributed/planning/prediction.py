@@ -13,15 +13,15 @@ class Seconds:
     """The seconds of one step are those of the rank that takes longest at each stage.
 
     Attributes:
-        forward: of the model.
-        backward: with the statistics, their share of a step.
+        forward: the forward of the model.
+        backward: the backward, with the share of the statistics in a step.
         gradients: seconds of reducing gradients that backward does not hide.
         apply: preconditioning.
         preconditioned: sharing its results; of sharded gradients also bringing them together.
         parameters: gathering them, which nothing hides.
         votes: agreeing on what the step does, and how far it goes.
         sums: further seconds that backward does not hide at a step that refreshes, as factor sums are reduced too.
-        refresh: of the rank with most to refresh.
+        refresh: the refresh of the rank with most to refresh.
         inverses: sharing them.
         status: telling one another traces before the refresh, and after it how it went.
         period: steps between refreshes.
@@ -113,12 +113,12 @@ def predict(
     """Return seconds of a step of a plan.
 
     Args:
-        layers: in forward order.
-        buckets: of each payload, in their order.
+        layers: the operations of each layer, in forward order.
+        buckets: the buckets of each payload, in their order.
         refresh: operations of the rank with most to refresh.
         apply: operations of the rank with most to precondition.
         period: steps between refreshes.
-        cost: of operations and collectives.
+        cost: the rates of operations and collectives.
     """
     gradients = exposed(layers, buckets[Payload.GRADIENTS], cost)
     both = in_order_of_backward([*buckets[Payload.GRADIENTS], *buckets[Payload.SUMS]])

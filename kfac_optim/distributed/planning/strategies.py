@@ -1,4 +1,4 @@
-"""The user's choices about who does what, as values."""
+"""The user's choices about which rank does what, as values."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +13,7 @@ class Placement(Enum):
     """A layer: one rank refreshes all of it. Where only one rank preconditions a layer, that is the same rank."""
     FACTORS = "factors"
     """Each factor that can be solved for apart (`Inverse.parts`), wherever there is room, and preconditioning by
-    itself: balances best, and sends inverses to who preconditions."""
+    itself: balances best, and sends inverses to the ranks that precondition."""
 
 
 class Statistics(Enum):
@@ -137,9 +137,9 @@ class Auto:
     Args:
         memory_budget: bytes that K-FAC and momentum may take on the rank that needs most (`Memory.total`); None is no
             bound.
-        candidates: to choose from; where two are as fast, the one that needs less memory, then the earlier. Empty is
-            `Replicated` with every fraction and placement. `Sharded` has to be named here to be chosen: it changes what
-            `.grad` means.
+        candidates: the strategies to choose from; where two are as fast, the one that needs less memory, then the
+            earlier. Empty is `Replicated` with every fraction and placement. `Sharded` has to be named here to be
+            chosen: it changes what `.grad` means.
 
     Raises:
         TypeError: an argument of the wrong kind.

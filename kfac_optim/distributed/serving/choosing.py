@@ -1,4 +1,4 @@
-"""Which executor an optimizer has, and who carries out its refreshes; what it does for statistics workers."""
+"""Which executor an optimizer has, and what carries out its refreshes; what it does for statistics workers."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -61,7 +61,7 @@ def executor_of(
 
 
 def refresher_of(executor: Executor, refresh: Refresh) -> Refresher:
-    """Return who carries out the refreshes of an optimizer."""
+    """Return what carries out the refreshes of an optimizer."""
     if isinstance(executor, TrainingExecutor):
         return RoundRefresher(executor)
     if isinstance(executor, ServingExecutor):

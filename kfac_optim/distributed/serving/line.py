@@ -88,12 +88,12 @@ class Lines:
     """Holds the lines of one division of the ranks.
 
     Args:
-        role: of this rank.
-        timeout: of messages.
+        role: the role of this rank.
+        timeout: how long a message may be under way, or be waited for.
 
     Attributes:
-        orders: from the first rank that trains to the workers; None on other ranks that train.
-        answers: from the first worker to the ranks that train; None on other workers.
+        orders: the line from the first rank that trains to the workers; None on other ranks that train.
+        answers: the line from the first worker to the ranks that train; None on other workers.
         lost: whether a message has failed, so that the next ones would be taken for others.
     """
 

@@ -170,7 +170,7 @@ def answer_layout(count: int, kind: Kind, asked: Sequence[KFACBlock], states: St
 
     Args:
         count: how many blocks the order names.
-        kind: of the order.
+        kind: the kind of the order.
         asked: blocks whose results or states are asked for.
         states: the states of these, where they are asked for.
     """
@@ -188,7 +188,7 @@ def state_tensors(blocks: Sequence[KFACBlock], states: States) -> list[Tensor]:
 
 
 def results_of(block: KFACBlock) -> Iterator[tuple[str, int, Result]]:
-    """Yield the results of a block, each behind the name of its part and its number there."""
+    """Yield the results of a block, each with the name of its part and its number there."""
     for part in block.inverse.parts(block.spec.by_blocks()):
         for number, result in enumerate(block.state.results(part.name)):
             yield part.name, number, result

@@ -75,8 +75,8 @@ class Rounds:
     """Sends orders and receives answers, on one of the ranks that train; all of them call its methods alike.
 
     Args:
-        role: of this rank.
-        timeout: of messages.
+        role: the role of this rank.
+        timeout: how long a message may be under way, or be waited for.
 
     Attributes:
         ended: whether the workers were dismissed.
@@ -109,12 +109,12 @@ class Rounds:
         """Give an order; the workers come to it whenever they do.
 
         Args:
-            kind: what it is.
+            kind: the kind of the order.
             step: the number of the present step.
             blocks: all blocks.
             asked: those whose results are asked for; of an order to measure, those to be refreshed.
             model: its parameters are sent; None sends none.
-            states: of blocks whose whole states are asked for: what they are received into.
+            states: what the states of blocks are received into, where whole states are asked for.
         """
         assert self._order is None, "one order at a time"
         layout = answer_layout(len(blocks), kind, asked, states or {})
@@ -191,7 +191,7 @@ class Rounds:
         """Wait for what is under way, and dismiss the workers.
 
         Raises:
-            CollectiveError: as of `finish`.
+            CollectiveError: see `finish`.
         """
         if self._order is not None:
             self.finish()

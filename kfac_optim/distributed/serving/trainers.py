@@ -34,8 +34,8 @@ class ServedStatistics(SharedStatistics):
     """Has no statistics here: inverses come from the workers, and all ranks that train hold them.
 
     Args:
-        exchange: as of `SharedStatistics`.
-        blocks: as of `SharedStatistics`.
+        exchange: sends and receives under the plan.
+        blocks: all blocks of the plan.
         workers: the ranks of the workers.
     """
 
@@ -62,9 +62,9 @@ class ServedStates(StateTransfer):
     """Knows what checkpoints hold on ranks that train.
 
     Args:
-        ranks: as of `StateTransfer`.
-        state: as of `StateTransfer`.
-        rounds: whose order under way is of no use once a checkpoint is loaded.
+        ranks: the ranks that train.
+        state: returns the optimizer's state, for momentum buffers.
+        rounds: gives orders; one that is under way is of no use once a checkpoint is loaded.
     """
 
     def __init__(self, ranks: TrainingGroup, state: Callable[[], MutableMapping[Any, Any]], rounds: Rounds) -> None:
@@ -105,10 +105,10 @@ class TrainingExecutor(DistributedExecutor):
     `Background(max_staleness=..., deterministic=...)` does in a thread is done here on other ranks.
 
     Args:
-        config: with the group of the ranks that train; `timeout` is that of messages too.
+        config: the user's choices, with the group of the ranks that train; `timeout` is that of messages too.
         optimizer: what is to be known of the optimizer.
-        choice: the user's.
-        role: of this rank.
+        choice: the user's choice of workers.
+        role: the role of this rank.
     """
 
     def __init__(

@@ -46,10 +46,10 @@ class ServingExecutor(DistributedExecutor):
     A step of the optimizer folds and refreshes here as on any ranks; without gradients it changes no parameter.
 
     Args:
-        config: with the group of the workers.
+        config: the user's choices, with the group of the workers.
         optimizer: what is to be known of the optimizer.
-        choice: the user's.
-        role: of this rank.
+        choice: the user's choice of workers.
+        role: the role of this rank.
 
     Attributes:
         sees_all_gradients: False, as no rank has the mean of gradients, so that an overflow is seen where it is alone.
@@ -111,10 +111,10 @@ class Service:
     """Carries out orders of the ranks that train, one after the other.
 
     Args:
-        optimizer: whose steps measure and refresh.
-        executor: of the optimizer.
+        optimizer: the optimizer, whose steps measure and refresh.
+        executor: the executor of the optimizer.
         blocks: returns those that there are now.
-        window: of the optimizer.
+        window: the capture window of the optimizer.
         model: the model, whose parameters are those of the ranks that train from now on.
         scaler: knows the `GradScaler` that the user has named.
     """
@@ -315,7 +315,7 @@ class Service:
         self._envelope = None
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell those who wait for this rank that it has failed."""
+        """Tell the ranks that wait for this one that it has failed."""
         if self._envelope is None:
             return
         words = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}"

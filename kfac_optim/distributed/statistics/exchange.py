@@ -43,9 +43,9 @@ class StatisticsExchange:
     """Sums to owners, and results from owners, as a plan lays them out.
 
     Args:
-        plan: of these blocks.
-        early: for sums, which are launched in backward; nothing else may be launched on it.
-        main: for the rest.
+        plan: the plan of these blocks.
+        early: the communicator for sums, which are launched in backward; nothing else may be launched on it.
+        main: the communicator for the rest.
     """
 
     def __init__(self, plan: Plan, early: Communicator, main: Communicator) -> None:
@@ -101,8 +101,8 @@ class StatisticsExchange:
 
         Args:
             blocks: the same on all ranks.
-            again: of each bucket, whether some rank launched it with other numbers than it has now; buckets beyond
-                are not looked at, and none is all of them right.
+            again: whether some rank launched each bucket with other numbers than it has now; what is beyond the buckets
+                is not looked at, and empty says that all of them are right.
         """
         if self.merges:
             factors = {name: factor for block in blocks for name, factor in self.slots(block, block.state)}

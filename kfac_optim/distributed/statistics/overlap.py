@@ -38,9 +38,9 @@ class EarlyReports:
     came, or the loss has other terms than it had, the report does not hold, and the bucket goes once more.
 
     Args:
-        exchange: whose sums.
+        exchange: the exchange whose sums are sent.
         is_last: whether the backward that is running is the last before a step, as far as is known.
-        terms: of the loss, as they would be if the step came now; None where they are not known.
+        terms: returns the terms of the loss, as they would be if the step came now; None where they are not known.
     """
 
     def __init__(

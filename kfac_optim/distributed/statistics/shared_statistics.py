@@ -25,8 +25,8 @@ class SharedStatistics(Statistics):
         blocks: all blocks of the plan.
 
     Attributes:
-        exchange: as given.
-        blocks: as given, or as `follow` has replaced them.
+        exchange: the exchange that was given.
+        blocks: the blocks that were given, or those by which `follow` has replaced them.
         joined: names of blocks of which all ranks know that statistics are made of all uses of the matrix together.
     """
 
