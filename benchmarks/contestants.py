@@ -118,7 +118,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield weights with two dimensions or more, in the model's order; no embeddings, of positions neither."""
+    """Yield weights with two dimensions or more, in the model's order, but those of embeddings, also of positions."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
@@ -156,7 +156,7 @@ def _muon(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
 
 
 def _lbfgs(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
-    """A step is one iteration with as long a line search as it takes. It has no weight decay."""
+    """Take one iteration a step, with as long a line search as that takes. L-BFGS has no weight decay."""
     return optim.LBFGS(
         model.parameters(),
         setting["lr"],
@@ -210,7 +210,7 @@ def _damping(setting: Setting) -> dict[str, Any]:
 
 
 def _known_terms(problem: Problem) -> dict[str, Any]:
-    """What the loss's mean runs over is no setting but a fact about the problem."""
+    """Return what the loss's mean runs over, which is no setting but a fact about the problem."""
     return {"loss_terms": problem.loss_terms}
 
 

@@ -64,7 +64,7 @@ def network() -> nn.Module:
 
 
 def write_checkpoint(path: Path, model: nn.Module, optimizer: KFACOptimizer, step: int, rank: int) -> None:
-    """All ranks call it; rank 0 writes, and the file is there as a whole or not at all."""
+    """Write a checkpoint: all ranks call this, rank 0 writes, and the file is there as a whole or not at all."""
     optimizer.consolidate_state_dict()
     if rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}

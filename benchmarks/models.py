@@ -170,7 +170,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, 3, height, width]``, sides of 32 or less, to ``[batch, classes]`` logits."""
+        """Map ``[batch, 3, height, width]``, sides of 32 or less, to ``[batch, classes]`` logits."""
         x = self.patches(images).flatten(2).mT
         x = x + self.positions[: x.shape[1]]
         logits: Tensor = self.head(self.encoder(x).mean(1))

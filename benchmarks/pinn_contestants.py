@@ -81,7 +81,7 @@ def _soap(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
 
 
 def _kfac(model: nn.Module, criterion: nn.Module, setting: Setting) -> Optimizer:
-    """It finds its own step length, so that it has no rate to try."""
+    """Search the step length, so that there is no rate to try."""
     return KFACOptimizer(
         model,
         lr=1.0,

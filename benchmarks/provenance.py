@@ -1,4 +1,4 @@
-"""Where figures come from: the command and the commit that made a result, found without torch."""
+"""The origin of figures: the command and the commit that made a result, found without torch."""
 
 from __future__ import annotations
 

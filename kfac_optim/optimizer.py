@@ -562,7 +562,7 @@ class KFACOptimizer(JoinableOptimizer):
             TypeError: `max_norm` or `norm_type` is no number.
             RuntimeError: the norm is not finite, and `error_if_nonfinite`; or, under `Sharded`, a backward has followed
                 an earlier call for the same step (`step()` refuses that too).
-            NotImplementedError: under `Sharded`, it is called within `Join`.
+            NotImplementedError: it is called within `Join`, under `Sharded`.
         """
         max_norm, norm_type = as_float("max_norm", max_norm), as_float("norm_type", norm_type)
         trained = self._trained()

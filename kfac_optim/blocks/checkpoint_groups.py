@@ -86,7 +86,7 @@ def origin(state_dict: Mapping[str, Any], keys: Sequence[str]) -> Origin:
         keys: the numbers that our param groups have.
 
     Raises:
-        ValueError: of another optimizer than ours and SGD, whose state is of no use here.
+        ValueError: it belongs to another optimizer than ours and SGD, whose state is of no use here.
     """
     groups, states = state_dict["param_groups"], state_dict["state"]
     held = {key: None for state in states.values() if isinstance(state, Mapping) for key in state}

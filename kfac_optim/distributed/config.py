@@ -39,7 +39,7 @@ class DistributedConfig:
             of all.
         timeout: how long a collective may take before it is an error; None is as long as in that group.
         overlap: whether sums of statistics are sent while backward goes on, where it is known to be the last before a
-            step: under DDP.
+            step, as under DDP.
         bucket_bytes: the most that is sent at once; a tensor that is larger goes alone.
         sums_dtype: the dtype in which statistics are sent; None is that of the factors. They are summed in float32 at
             least. Sketches of wide factors are refused in less than float32.

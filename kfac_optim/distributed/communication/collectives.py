@@ -49,7 +49,7 @@ class Communicator(Launcher):
 
         Args:
             bucket: the same on all ranks.
-            contributions: of this rank; not to be written to until the event was waited for.
+            contributions: those of this rank; not to be written to until the event was waited for.
 
         Returns:
             The slots that this rank owns, by name.
@@ -111,7 +111,7 @@ class Communicator(Launcher):
 
         Args:
             buckets: the same on all ranks.
-            segments: of each what `reduce_to_segments` gave; taken out of the list as they are copied.
+            segments: what `reduce_to_segments` gave for each bucket; taken out of the list as they are copied.
 
         Returns:
             The slots that this rank owns, by name, bucket by bucket.

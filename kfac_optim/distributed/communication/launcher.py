@@ -40,14 +40,14 @@ def begin(
     received: Tensor,
     observe: Callable[[Message], None] | None,
 ) -> dist.Work:
-    """Launch an all-to-all whose end is seen to by who calls, through the future of what is returned.
+    """Launch an all-to-all, and leave it to the caller to wait for its end, by the future of what is returned.
 
     Args:
-        group: that `message` is one of.
-        message: as of `Launcher.exchange`.
-        sent: as of `Launcher.exchange`, lent by who calls.
-        received: as of `Launcher.exchange`, lent by who calls.
-        observe: as of `Launcher`.
+        group: the group that `message` belongs to.
+        message: the message, as this rank sees it.
+        sent: what this rank sends; lent until the end.
+        received: what takes the answers; lent until the end.
+        observe: is told of the message; None where nobody needs to know.
     """
     to, from_ = list(message.to), list(message.from_)
     work: dist.Work | None = dist.all_to_all_single(received, sent, from_, to, group=group, async_op=True)

@@ -255,7 +255,7 @@ class Contributions:
 
         Args:
             name: the name of a slot that another rank owns.
-            values: as many elements as the slot has, in any shape; copied.
+            values: the values, as many elements as the slot has, in any shape; copied.
             mass: a number, or as many as the slot has masses, on the same device; of a plain sum what it is to be
                 multiplied by.
         """
