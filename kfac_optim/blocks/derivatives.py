@@ -34,9 +34,10 @@ from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
 from kfac_optim.layers.convolution.base import PatchAdapter, by_axis
 from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
-from kfac_optim.specs import LayerSpec
-from kfac_optim.utils.autograd import edge, mapped
+from kfac_optim.specs import LayerSpec, WeightSharing
+from kfac_optim.utils.autograd import edge, mapped, mapped_size
 from kfac_optim.utils.precision import as_autocast
+from kfac_optim.utils.warning import warn
 
 _CONVOLUTION_ADAPTERS = (ConvAdapter, ConvTransposeAdapter)
 _OPERANDS = ("input", "weight", "bias")
@@ -61,6 +62,7 @@ class DerivativeUses:
         self._convolutions: dict[nn.Parameter, tuple[KFACBlock, LayerUse]] = {}
         self._watches = Watches(emitted)
         self._followed: set[nn.Parameter] = set()
+        self._unclear: set[str] = set()  # names of the layers that were warned of
 
     def know(self, blocks: Iterable[KFACBlock]) -> None:
         """Take these for the blocks from now on."""
@@ -163,14 +165,35 @@ class DerivativeUses:
             return None
         watch = weakref.ref(self._watches.of(window, block, partial(_statistics, block, rows_of)))
         held = self._window, watch, weakref.ref(block)
-        notes = _Notes(*held, window.roots.current(), opposed, bias is not None, of_function)
-        if layer_input.dim() < weight.dim():
+        root = window.roots.current()
+        notes = _Notes(*held, root, opposed, bias is not None, of_function)
+        if layer_input.dim() < weight.dim() or self._is_one_example(layer_input, root, block):
             notes = replace(notes, is_single=True)
         output = ForwardUse.of(layer_input, weight, bias, weight_map, notes)
         call = getattr(output.grad_fn, "kfac_call", None)  # None within torch.func
         if call is not None and window.estimate is not None:
             window.roots.expect(call, edge(output))
         return output
+
+    def _is_one_example(self, layer_input: Tensor, root: RootCall | None, block: KFACBlock) -> bool:
+        """Return whether a `torch.vmap` in the forward of the model hands a layer examples one by one.
+
+        It may run over the positions of the whole batch as well. What tells is the batch that the model was handed.
+        """
+        if root is None or root.is_mapped or (slices := mapped_size(layer_input)) is None:
+            return False
+        rows = layer_input.size(0)
+        matters = block.joins_uses or block.spec.weight_sharing is WeightSharing.REDUCE
+        if (slices == root.handed) == (rows == root.handed) and matters and block.name not in self._unclear:
+            self._unclear.add(block.name)
+            warn(
+                f"kfac_optim: layer {block.name!r} is called within torch.vmap, on {slices} inputs of {rows} rows, and "
+                "it cannot be told whether the inputs or the rows are the examples, as the model was handed "
+                f"{root.handed}. Its factors take the {'inputs' if slices == root.handed else 'rows'} for them. Call "
+                "the layer on the whole batch, or map the whole model, torch.vmap(model)(x); or list the layer in "
+                "skip_layers."
+            )
+        return slices == root.handed
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +210,7 @@ class _Notes:
         of_function: what the adapter needs to know of the call.
         is_derived: whether the uses are those that derivatives of the forward make.
         depth: how many dimensions of `torch.vmap` stand before those of the layer.
-        is_single: whether the layer was handed an example without a batch dimension, as in a `torch.vmap` over them.
+        is_single: whether the layer was handed one example without a batch dimension, as in a `torch.vmap` over them.
     """
 
     window: "weakref.ref[CaptureWindow]"
@@ -254,7 +277,9 @@ def _convolution_rows(block: KFACBlock, use: LayerUse, spec: LayerSpec, call: La
     # `torch.vmap` puts its dimensions before those of the layer.
     ndim = use.module.get_parameter("weight").dim()
     assert call.input is not None
-    flat = replace(call, input=_flat(call.input, ndim), gradient=_flat(call.gradient, ndim))
+    earlier, reach = (None if each is None else _flat(each, ndim) for each in (call.earlier, call.reach))
+    layer_input, gradient = _flat(call.input, ndim), _flat(call.gradient, ndim)
+    flat = replace(call, input=layer_input, gradient=gradient, earlier=earlier, reach=reach)
     statistics = _adapter(use).statistics(use.module, spec, flat, block.dtype)
     assert isinstance(statistics, CallRows)
     return statistics

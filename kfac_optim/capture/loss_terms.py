@@ -53,6 +53,7 @@ class RootCall:
         number: the number of the forward among those since the last step.
         by_criterion: whether what the criterion reads was computed from it, so that its own output does not count.
         is_mapped: whether the outermost `torch.vmap` at work in it runs over what the model was handed.
+        handed: the first dimension of what the model was handed; None where that is not known.
     """
 
     model: int
@@ -66,6 +67,7 @@ class RootCall:
     unbatched: bool = False
     recomputes: bool = False
     is_mapped: bool = False
+    handed: int | None = None
 
     def note_examples(self, examples: int | None) -> None:
         """Note that a layer in the call was handed a batch, or (None) a single example without a batch dimension."""

@@ -37,7 +37,7 @@ class Roots:
         """Return whether a forward of the model is running."""
         return bool(self._under_way)
 
-    def enter(self, model: int, *, is_mapped: bool = False) -> None:
+    def enter(self, model: int, *, is_mapped: bool = False, handed: int | None = None) -> None:
         """Note that a forward of the model with this identity begins; if it calls itself only the outermost counts."""
         self._stand_in = None
         if self._under_way:
@@ -45,6 +45,7 @@ class Roots:
         else:
             self._under_way.append(RootCall(model, self.entered))
             self._under_way[-1].is_mapped = is_mapped
+            self._under_way[-1].handed = handed
             self.entered += 1
 
     def leave(self) -> RootCall | None:

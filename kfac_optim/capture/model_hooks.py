@@ -176,8 +176,9 @@ class _RootHooks:
                     window.listener.expect_derivatives()
                 if window.recorder is not None:
                     window.recorder.begin(model, args, kwargs)
-            transformed = in_function_transform()
-            window.roots.enter(id(model), is_mapped=transformed and any(map(is_mapped, _tensors((args, kwargs)))))
+            is_handed_slices = in_function_transform() and any(map(is_mapped, _tensors((args, kwargs))))
+            first = None if window.idle.on else first_tensor((args, kwargs))
+            window.roots.enter(id(model), is_mapped=is_handed_slices, handed=None if first is None else first.size(0))
 
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window = self._window()

@@ -81,10 +81,10 @@ class CallRows(LayerStatistics):
     @property
     def positions(self) -> int:
         """Return positions of all examples: the most rows that can be active."""
-        return self._active.numel()
+        return self.active.numel()
 
     @cached_property
-    def _active(self) -> Tensor:
+    def active(self) -> Tensor:
         """Return which rows count, `[batch, shared]` bool."""
         reach = self.call.gradient if self.call.reach is None else self.call.reach
         return self._active_in(reach)
@@ -92,7 +92,7 @@ class CallRows(LayerStatistics):
     @cached_property
     def _number_active(self) -> int:
         """Return how many rows count. The host waits for the device to say."""
-        return int(self._active.sum())
+        return int(self.active.sum())
 
     @cached_property
     def active_before(self) -> Tensor | None:

@@ -79,7 +79,8 @@ class ExampleRows:
             raise ValueError(
                 f"kfac_optim: the loss has {count} examples, and calls of layer {self.layer!r} have "
                 f"{', '.join(map(str, batches))} rows, which cannot be told apart by examples. Have the loss read one "
-                "row for each example of the batch; or, where the model's forward calls a network on several sets of "
+                "row for each example of the batch; or, where it is computed in chunks, leave out chunk_size, or call "
+                "the criterion for each chunk; or, where the model's forward calls a network on several sets of "
                 "points, build the optimizer for that network (KFACOptimizer(model.net)), whose calls are terms of "
                 "their own; or list the layer in skip_layers."
             )

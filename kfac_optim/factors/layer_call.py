@@ -42,7 +42,7 @@ class LayerCall:
     inputs; otherwise 0.
     """
     column: int = 0
-    """Which of several gradients of one term it is."""
+    """Which of several gradients of one term it is; forwards of the model that see other examples have others."""
     examples: int | None = None
     """Examples of the term; the rows of each lie together, in the order of the examples. None where that is unknown."""
     residual: Tensor | None = None

@@ -47,22 +47,22 @@ class RowStatistics(CallRows):
 
     @property
     def keeps_input(self) -> bool:
-        return not self.call.is_last and on_host(self._active) and self._number_active < self.positions
+        return not self.call.is_last and on_host(self.active) and self._number_active < self.positions
 
     @property
     def has_input(self) -> bool:
         if self.call.input is None or self.call.input.numel() == 0:
             return False
-        if not on_host(self._active):
+        if not on_host(self.active):
             return True
         before = self.active_before
-        return self._number_active > 0 if before is None else not torch.equal(self._active, before)
+        return self._number_active > 0 if before is None else not torch.equal(self.active, before)
 
     @property
     def count(self) -> float | Tensor:
         if not self.has_input:
             return 0
-        count = number_of(self._shared_mask(self._active))
+        count = number_of(self._shared_mask(self.active))
         if self.active_before is not None:
             count = count - number_of(self._shared_mask(self.active_before))
         if self._sample is None:
@@ -71,7 +71,7 @@ class RowStatistics(CallRows):
         return weighed(count, weight, self.dtype) if isinstance(count, Tensor) else count * weight
 
     def input_moment(self, structure: Structure | Sketched) -> Tensor:
-        moment = self._input_moment_over(self._active, structure)
+        moment = self._input_moment_over(self.active, structure)
         if self.active_before is not None:
             moment -= self._input_moment_over(self.active_before, structure)
         if self._sample is not None:
@@ -87,8 +87,8 @@ class RowStatistics(CallRows):
         return level_padding(moment, self.spec.out_dim) if self.spec.blocks(1) > 1 else moment
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        active = self._shared_mask(self._active).unsqueeze(-1)
-        a = torch.where(active, self._block_inputs(self._active), 0)
+        active = self._shared_mask(self.active).unsqueeze(-1)
+        a = torch.where(active, self._block_inputs(self.active), 0)
         return a, self.weighed_gradients()
 
     def few_rows(self) -> FewRows | None:
@@ -141,7 +141,7 @@ class RowStatistics(CallRows):
 
     def _input_moment_over(self, active: Tensor, structure: Structure | Sketched) -> Tensor:
         """Return `Σ a aᵀ` over the rows that `active` marks."""
-        known = active is self._active and on_host(active)
+        known = active is self.active and on_host(active)
         all_count = self._number_active == active.numel() if known else on_host(active) and bool(active.all())
         marked = None if all_count else active
         mask = None if marked is None else self._shared_mask(marked)

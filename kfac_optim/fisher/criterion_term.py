@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.capture.calls import Drawn
+from kfac_optim.capture.calls import Drawn, ForwardCall
+from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.factors.example_rows import rows_of_examples
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
 from kfac_optim.utils.precision import at_least_float32, rounding_of_products
@@ -148,10 +149,31 @@ class CriterionTerm:
             changes.append(self.weighed(torch.stack(parts).sum(0)))
         return changes
 
-    def drawn(self, column: int, residuals: Tensor | None) -> Drawn:
-        """Say where a gradient comes from."""
+    def chunks(self, calls: Sequence[ForwardCall]) -> dict[RootCall | None, int] | None:
+        """Number the forwards of the model that have some of the examples each, as where a loop goes over chunks.
+
+        A forward is taken to have as many examples as the fewest rows that any call in it has.
+
+        Args:
+            calls: of layers that the term comes to.
+
+        Returns:
+            The numbers; empty where no forwards have examples of their own, and None where each chunk has several
+            forwards, so that it is not known which of them belong together.
+        """
+        batches: dict[RootCall | None, int] = {}
+        for call in calls:
+            if batch := call.batch():
+                batches[call.root] = min(batch, batches.get(call.root, batch))
+        rounds, left = divmod(sum(batches.values()), self.examples) if self.examples else (0, 0)
+        if rounds == 0 or left or max(batches.values()) >= self.examples:
+            return {}
+        return {root: number for number, root in enumerate(batches)} if rounds == 1 else None
+
+    def drawn(self, column: int, residuals: Tensor | None, *, told_apart: bool = True) -> Drawn:
+        """Say where a gradient comes from; if its rows are not told apart by examples, whoever needs that refuses."""
         if residuals is None:
-            return Drawn(self.number, column, None, None)
+            return Drawn(self.number, column, None if told_apart else self.examples, None)
         return Drawn(self.number, column, self.examples, residuals[column])
 
     def weight(self, like: Tensor) -> Tensor:

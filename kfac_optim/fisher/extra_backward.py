@@ -139,6 +139,7 @@ class ExtraBackward:
         vectors = map(weighed, self.vectors(self.outputs, generator))
         columns: Iterable[list[Tensor | None]] = map(passes.run, vectors)
         residuals = None
+        chunks: dict[RootCall | None, int] | None = {}
         if self.term is not None and self.several:
             residuals = self.term.residuals(self.outputs, place, gradient)
             kind = self.term.number, self.term.examples, shape, len(passes.calls)
@@ -148,12 +149,20 @@ class ExtraBackward:
                 if self.term.accounts_for(passes.run(self.term.combined(known, residuals)), held, residuals):
                     self.aligned.add(kind)
                 else:
-                    residuals = None
+                    residuals, chunks = None, self.term.chunks(passes.calls)
+                    if chunks:  # examples of other forwards are others: their gradients are columns of their own
+                        chunks = {root: number * len(held) for root, number in chunks.items()}
         for column, of_layers in enumerate(columns):
             for number, (call, of_layer) in enumerate(zip(passes.calls, of_layers, strict=True)):
-                if of_layer is not None:
-                    drawn = Drawn(call.term, column) if self.term is None else self.term.drawn(column, residuals)
-                    call.take(of_layer, None if reach is None else reach[number], drawn)
+                if of_layer is None:
+                    continue
+                if self.term is None:
+                    drawn = Drawn(call.term, column)
+                elif chunks is None:
+                    drawn = self.term.drawn(column, None, told_apart=False)
+                else:
+                    drawn = self.term.drawn(column + chunks.get(call.root, 0), residuals)
+                call.take(of_layer, None if reach is None else reach[number], drawn)
         self._found.extend(passes.found or ())
         for call in passes.found or ():
             call.release()

@@ -179,10 +179,13 @@ class DoublyFactoredState(InverseState):
                 f"mapping from layer names, or "
                 f"weight_sharing=WeightSharing.REDUCE, which averages them."
             )
-        added = active_rows(g)[:, 0]
-        if isinstance(stats, RowStatistics) and stats.active_before is not None:
-            # What earlier backwards through the call reached was added then.
-            added = added & ~stats.active_before.any(1)
+        if isinstance(stats, RowStatistics):
+            added = stats.active.any(1)  # by all columns of the loss, of which this may be one
+            if stats.active_before is not None:
+                # What earlier backwards through the call reached was added then.
+                added = added & ~stats.active_before.any(1)
+        else:
+            added = active_rows(g)[:, 0]
         rows = a[0, :, 0, :columns].to(self.conditions.dtype)
         rows = rows[added] if on_host(added) else torch.where(added.unsqueeze(-1), rows, 0)
         return rows.reshape(-1, channels, positions), total(added)

@@ -101,8 +101,9 @@ class SampleSpace(Inverse[SampleState]):
     which is stable down to the smallest `λ`. With momentum `μ` (SPRING) it is `μΔ₋₁ + ρᵀ(ρρᵀ + λI)⁻¹(s - μρΔ₋₁)`.
     It is for losses of residuals, such as those of physics-informed networks, on batches of at most some thousand
     residuals, where it gains orders of magnitude over first-order methods. `damping` is `λ`; 1e-6 to 1e-12 of the
-    largest eigenvalue is usual in float64. Periods, decay and `kl_clip` have no effect: the curvature is that of the
-    step's own examples. The estimate must be `ExactGGN(criterion)`, and the loop must call that very criterion, or
+    largest eigenvalue is usual in float64. Periods, decay and `kl_clip` have no effect on its layers: the curvature is
+    that of the step's own examples. The trust region bounds the steps of layers that have another inverse as if they
+    were alone. The estimate must be `ExactGGN(criterion)`, and the loop must call that very criterion, or
     `optimizer.observe`. Go with `step_size=LineSearch()`, or choose a rate.
 
     Where a block, or the model, has fewer parameters than there are residuals, the least-squares problem is solved by
@@ -159,10 +160,10 @@ class SampleSpace(Inverse[SampleState]):
         if self.scope == "layer":
             alone = [None] * len(states) if decays is None else [[decay] for decay in decays]
             return [
-                self._solve([state], [grad], [damping], decay)[0]
+                self._solve([state], [grad], [damping], decay, states)[0]
                 for state, grad, damping, decay in zip(states, grads, dampings, alone, strict=True)
             ]
-        return self._solve(states, grads, dampings, decays)
+        return self._solve(states, grads, dampings, decays, states)
 
     def flops(self, spec: LayerSpec) -> Cost:
         return Cost(refresh=0.0, apply=2.0 * spec.groups * spec.in_dim * spec.out_dim)  # per residual, if it had one
@@ -176,11 +177,13 @@ class SampleSpace(Inverse[SampleState]):
         grads: Sequence[Tensor],
         dampings: Sequence[float],
         decays: Sequence[Tensor] | None,
+        of_step: Sequence[SampleState],
     ) -> list[Tensor]:
+        """Return the directions of some blocks; the states `of_step` are those of all blocks, whatever the scope."""
         dtype = torch.float64
         keys, residuals = _residuals(states)
         if not keys:
-            return self._without_examples(states, grads)
+            return self._without_examples(states, grads, dampings, of_step)
         s = torch.cat([residuals[key].to(dtype) for key in keys]) * states[0].scale
         if not bool(s.isfinite().all()):
             raise RuntimeError(
@@ -202,7 +205,8 @@ class SampleSpace(Inverse[SampleState]):
         if decays is not None:  # known apart from the gradient of the loss, however that is rounded
             decay = [part.to(dtype) * unit for part, unit in zip(decays, units, strict=True)]
             gradient = [part - of_decay for part, of_decay in zip(gradient, decay, strict=True)]
-        of_rows = _ROUNDINGS_OF_ROWS * max(state.rows.rounding for state in states)
+        # What is narrow behind a layer, as under autocast, rounds the gradients of those before it as well.
+        of_rows = _ROUNDINGS_OF_ROWS * max(state.rows.rounding for state in of_step)
         factor, rest = _split(rows, gradient, s, max(_ROUNDINGS * torch.finfo(grads[0].dtype).eps, of_rows))
         if decay is not None:
             rest = decay if rest is None else [part + of_decay for part, of_decay in zip(rest, decay, strict=True)]
@@ -223,18 +227,28 @@ class SampleSpace(Inverse[SampleState]):
             state.solved, state.unit = system, unit
         return [direction.to(grad.dtype) for direction, grad in zip(directions, grads, strict=True)]
 
-    def _without_examples(self, states: Sequence[SampleState], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the step of an empty batch, `μΔ₋₁`; a gradient that is not zero then comes from elsewhere."""
-        for state, grad in zip(states, grads, strict=True):
-            if bool(grad.any()):
-                raise RuntimeError(
-                    f"kfac_optim: layer {state.name!r} has a gradient, if only of weight decay (l2_in_curvature), but "
-                    "SampleSpace has seen no residual of this step, or those of an empty batch. Call the criterion "
-                    "that estimate=ExactGGN(criterion) names in each step, or optimizer.observe(residual), and take no "
-                    "step where the batch is empty."
-                )
+    def _without_examples(
+        self,
+        states: Sequence[SampleState],
+        grads: Sequence[Tensor],
+        dampings: Sequence[float],
+        of_step: Sequence[SampleState],
+    ) -> list[Tensor]:
+        """Return the step of blocks that no residual reaches, `μΔ₋₁ + ∇/λ`; the gradient then comes from elsewhere."""
+        moved = [each for each in zip(states, grads, dampings, strict=True) if bool(each[1].any())]
+        if moved and not _residuals(of_step)[0]:
+            raise RuntimeError(
+                f"kfac_optim: layer {moved[0][0].name!r} has a gradient, if only of weight decay (l2_in_curvature), "
+                "but SampleSpace has seen no residual of this step, or those of an empty batch. Call the criterion "
+                "that estimate=ExactGGN(criterion) names in each step, or optimizer.observe(residual), and take no "
+                "step where the batch is empty."
+            )
+        for _, _, damping in moved:
+            _check_ridge(damping)
         for state in states:
             state.direction.mul_(self.momentum)
+        for state, grad, damping in moved:
+            state.direction.add_(grad / damping)
         return [state.direction.to(grad.dtype, copy=True) for state, grad in zip(states, grads, strict=True)]
 
     def acceleration(
@@ -271,13 +285,18 @@ class SampleSpace(Inverse[SampleState]):
 
 def _with_rest(system: SampleSystem, found: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
     """Add `(F + λI)⁻¹` times a part of the gradient that no residual accounts for, such as that of a penalty."""
-    if system.ridge <= 0:
+    _check_ridge(system.ridge)
+    inside = system.solve(system.along(rest))
+    return [part + (other - within) / system.ridge for part, other, within in zip(found, rest, inside, strict=True)]
+
+
+def _check_ridge(ridge: float) -> None:
+    """Refuse a part of the gradient that comes from no residual, where no damping gives it any curvature."""
+    if ridge <= 0:
         raise ValueError(
             "kfac_optim: a part of the gradient comes from no residual of the criterion, and without damping "
             "SampleSpace has no curvature for it. Set damping above 0, or observe that part of the loss as well."
         )
-    inside = system.solve(system.along(rest))
-    return [part + (other - within) / system.ridge for part, other, within in zip(found, rest, inside, strict=True)]
 
 
 def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key, Tensor]]:
@@ -294,9 +313,12 @@ def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key,
                     "either the loss did not call the criterion that estimate=ExactGGN(criterion) names (call that "
                     "very object, residual first, not compiled; or optimizer.observe(residual)), or what it reads does "
                     "not hold the examples in the order in which the layer does, or examples interact in the model, "
-                    "as by BatchNorm; or a layer, which may be another one, is of a kind whose rows are not told apart "
-                    "by examples (nn.GRU and its kind, nn.MultiheadAttention, experts in one parameter): list that "
-                    "one in skip_layers, or choose another inverse."
+                    "as by BatchNorm; or it is computed in chunks of the batch (leave out chunk_size, or call the "
+                    "criterion for each chunk); or a part behind the layer that is not captured, as one in "
+                    "skip_layers, computes in 16 bits (take it out of autocast); or a layer, which may be another one, "
+                    "is of a kind whose rows are not told apart by examples (nn.GRU and its kind, "
+                    "nn.MultiheadAttention, experts in one parameter): list that one in skip_layers, or choose another "
+                    "inverse."
                 )
             keys[key], residuals[key] = rows.examples, rows.residual
     return dict(sorted(keys.items())), residuals

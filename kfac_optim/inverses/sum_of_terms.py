@@ -50,7 +50,9 @@ class SumOfTerms(PairInverse[SumOfTermsState]):
     """Inverts `A₁ ⊗ G₁ + A₂ ⊗ G₂`, a pair of factors for each of two terms of a loss, exactly (arXiv 2405.15603, §3).
 
     It is for losses of two calls of a criterion, such as a residual inside of a domain and one on its boundary: inputs
-    and output gradients of the two have little in common, and one pair of factors for both is neither's. Each factor
+    and output gradients of the two have little in common, and one pair of factors for both is neither's. The criterion
+    is named by the estimate, as by `ExactGGN(criterion)`: `Empirical` sees no calls, and has terms only where a loss
+    holds derivatives, one for each forward of the model; else there is one pair, with √λ on each factor. Each factor
     gets √λ on its diagonal, as in the paper, so that the sum gets 2λ in all: shares by the sizes of the factors, which
     `Cholesky` has, differ from term to term, and made the error of a physics-informed network 4.9 times as large after
     300 steps and 2.6 times after 653. With the damped factors, `R Rᵀ = A₁⁻¹`, `RᵀA₂R =

@@ -91,7 +91,7 @@ class EmbeddingStatistics(RowStatistics):
         # In the standard basis a row touches the column of its token alone: no one-hot row is needed.
         g, ids = self.weighed_gradients().to(dtype), self.taken_ids
         if self.spec.weight_sharing is WeightSharing.REDUCE:
-            frequencies = self._squared_frequencies(self._active).to(dtype)
+            frequencies = self._squared_frequencies(self.active).to(dtype)
             squares = turned(g, g_basis).square() * frequencies.unsqueeze(-1)
         elif per_example:
             # Positions of one token add up before the square, at the first of their places once tokens are ordered;

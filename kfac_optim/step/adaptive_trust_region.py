@@ -64,6 +64,8 @@ class AdaptiveTrustRegion(StepSize):
     goes on from where it is. With `kl_clip=None` nothing is bounded, followed or kept.
     """
 
+    bounds_steps = True
+
     def keeps_direction(self, groups: Sequence[Group]) -> bool:
         return any(group["kl_clip"] is not None for group in groups)
 

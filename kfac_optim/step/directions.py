@@ -1,7 +1,7 @@
 """The preconditioned gradients of one step, and what is measured of them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,17 @@ class Directions(NamedTuple):
     grads: Sequence[Parts]
     parts: Sequence[Parts]
     unpreconditioned: tuple[str, ...]
+
+    def of(self, blocks: Collection[KFACBlock]) -> "Directions":
+        """Return those of some of the blocks."""
+        graded, covered = ([block for block in each if block in blocks] for each in (self.graded, self.covered))
+        here = [i for i, block in enumerate(self.blocks) if block in blocks]
+        known, grads, parts = (
+            [self.blocks[i] for i in here],
+            [self.grads[i] for i in here],
+            [self.parts[i] for i in here],
+        )
+        return Directions(graded, covered, known, grads, parts, self.unpreconditioned)
 
 
 def precondition(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,8 @@ class Engine:
         agreement, finite, objective = admission.agreement, admission.finite, self.objective
         kl_clip = check(groups, blocks, self.choices.step_size)
         by_rows = [block for block in blocks if block.inverse.takes_rows]
-        if by_rows:
+        bounded = [block for block in blocks if not block.inverse.takes_rows]
+        if by_rows and not (bounded and self.choices.step_size.bounds_steps):
             kl_clip = None  # the curvature is exact, and its damping bounds the step
         count = self.window.close()._replace(summed=agreement.summed)
         if objective is not None:
@@ -107,7 +108,7 @@ class Engine:
         if is_sampled:
             follows = kl_clip is not None and self.choices.adapt_damping is None
             unit = self.choices.step_size.loss_unit(memory) if follows else 1.0
-            for block in blocks:
+            for block in bounded:
                 block.clock.use_unit(unit)
         clocks = [(block.clock, copy.copy(block.clock)) for block in by_rows]
         self._refresh(blocks)
@@ -120,6 +121,12 @@ class Engine:
         products, measures = measure(
             groups, directions, memory.device, admission.joins, self.executor, self.choices.step_size
         )
+        exact = directions.of(by_rows) if by_rows and kl_clip is not None else None
+        if exact is not None:  # the trust region is one of the others
+            directions = directions.of(bounded)
+            products, _ = measure(
+                groups, directions, memory.device, admission.joins, self.executor, self.choices.step_size
+            )
         proposal = Proposal(
             groups=groups,
             state=state,
@@ -144,6 +151,10 @@ class Engine:
                 block.state.end_step()
                 block.clock.advance()
             raise
+        if exact is not None:
+            by_block = dict(zip(exact.blocks, exact.parts, strict=True))
+            others = self.executor.gradients.direction(by_block, exact.covered)
+            sized = replace(sized, direction={**sized.direction, **others})
         for block in by_rows:
             block.state.end_step()
         self._update(groups, state, sized, finite)

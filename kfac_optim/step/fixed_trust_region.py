@@ -20,6 +20,8 @@ class TrustRegion(StepSize):
     which binds first where `Δᵀ∇` is above 1; old momentum is left alone while it goes downhill.
     """
 
+    bounds_steps = True
+
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
         return () if all(group["kl_clip"] is None for group in groups) else (1,)
 

@@ -144,6 +144,9 @@ class StepSize(ABC):
     needs_closure = False
     """Whether it evaluates the loss of the step's examples at other parameters, by the closure of the step."""
 
+    bounds_steps = False
+    """Whether it bounds the steps by `kl_clip`, which those of exact curvature are left out of."""
+
     directs_all = False
     """Whether it gives a direction to all parameters, and not to those of covered blocks alone."""
 

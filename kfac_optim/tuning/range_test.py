@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kfac_optim.inverses.base import Inverse
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.tuning import trial_steps
 from kfac_optim.tuning.result import RangeTest
@@ -126,13 +127,16 @@ def range_test(
 
 def _start(optimizer: KFACOptimizer) -> Start:
     """Return what is to be tried of this optimizer."""
-    step_size, first = optimizer._choices.step_size, optimizer.param_groups[0]
+    choices, first = optimizer._choices, optimizer.param_groups[0]
+    step_size = choices.step_size
     finds_its_own = step_size.needs_objective or step_size.needs_closure
+    # Where layers of other inverses stand beside those that are made of rows, the region bounds the others.
+    is_exact = isinstance(choices.inverse, Inverse) and choices.inverse.takes_rows
     rates = _RATES_OF_ADAMW if step_size.directs_all else _RATES
     return Start(
         lr=float(first["lr"]),
         damping=float(first["damping"]),
         rates=() if finds_its_own else rates,
         has_damping=first["damping"] > 0 and not step_size.directs_all,
-        bounded=not step_size.directs_all and first["kl_clip"] is not None,
+        bounded=not step_size.directs_all and not is_exact and first["kl_clip"] is not None,
     )

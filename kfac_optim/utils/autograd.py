@@ -301,12 +301,17 @@ def below_transforms(tensor: Tensor) -> Tensor:
 
 def is_mapped(tensor: Tensor) -> bool:
     """Return whether the outermost `torch.vmap` that is at work runs over a tensor."""
+    return mapped_size(tensor) is not None
+
+
+def mapped_size(tensor: Tensor) -> int | None:
+    """Return how many slices of a tensor the outermost `torch.vmap` at work runs over; None if it does not."""
     found = _outermost_vmap()
     while found is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_batchedtensor(tensor) and torch._C._functorch.maybe_get_level(tensor) == found[0]:
-            return True
+            return found[1]
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return False
+    return None
 
 
 def mapped(tensor: Tensor) -> Tensor:

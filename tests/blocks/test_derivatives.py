@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.oracles import assert_same
 from helpers.plain import block, clones
 from torch import Tensor, nn
-from torch.func import functional_call, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 from kfac_optim import (
     EKFAC,
@@ -23,6 +23,7 @@ from kfac_optim import (
     LossTerms,
     SampleSpace,
     Structure,
+    WeightSharing,
 )
 from kfac_optim.factors.example_rows import ExampleRows
 from kfac_optim.factors.second_moments import on_host
@@ -223,6 +224,144 @@ def test_factors_are_those_of_the_jacobians_whatever_the_style(style: str) -> No
         assert a is not None
         assert g is not None
         assert_same((a[0], g[0]), (right / right.trace(), left))
+
+
+def gradients(model: nn.Module, x: Tensor) -> Tensor:
+    """`∂u/∂x` of each example, in ordinary code."""
+    x = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return found
+
+
+def in_chunks_of(size: int, *, with_value: bool = False) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The same of so many examples at a time; with the value added, which is a forward of its own."""
+
+    def of(model: nn.Module, x: Tensor) -> Tensor:
+        def value(one: Tensor) -> Tensor:
+            return model(one).sum()
+
+        def residual(one: Tensor) -> Tensor:
+            return grad(value)(one) + value(one) if with_value else grad(value)(one)
+
+        return vmap(residual, chunk_size=size)(x)
+
+    return of
+
+
+def factors_of_squares(
+    residual: Callable[[nn.Module, Tensor], Tensor], inverse: Any, sizes: tuple[int, ...] = (5,)
+) -> dict[str, Any]:
+    """The factors of a loss of squares of 5 examples, by a call of the criterion for each of `sizes`."""
+    torch.manual_seed(0)
+    model, x, criterion = linear().double(), torch.randn(5, 6, dtype=torch.float64), nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=inverse, estimate=ExactGGN(criterion))
+    for _ in range(2):
+        optimizer.zero_grad()
+        parts = [residual(model, some) for some in x.split(sizes)]
+        sum(criterion(part, torch.zeros_like(part)) * len(part) / 5 for part in parts).backward()
+        optimizer.step()
+    return optimizer.factors()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("by_vmap", [False, True])
+def test_a_derivative_that_is_computed_in_chunks_has_the_factors_of_the_whole_batch(size: int, by_vmap: bool) -> None:
+    def split(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([gradients(model, part) for part in x.split(size)])
+
+    found = factors_of_squares(in_chunks_of(size) if by_vmap else split, Cholesky())
+    for name, pair in factors_of_squares(gradients, Cholesky()).items():
+        assert_same(found[name], pair)
+
+
+def test_chunks_of_several_forwards_are_refused_with_what_to_do() -> None:
+    whole = factors_of_squares(in_chunks_of(5, with_value=True), Cholesky())
+    with pytest.raises(ValueError, match=r"has 5 examples, and calls .* 1, 2 rows.*leave out chunk_size.*each chunk"):
+        factors_of_squares(in_chunks_of(2, with_value=True), Cholesky())
+    for name, pair in factors_of_squares(in_chunks_of(5, with_value=True), Cholesky(), (2, 2, 1)).items():
+        assert_same(pair, whole[name])
+    with pytest.raises(RuntimeError, match=r"computed in chunks.*leave out chunk_size"):
+        factors_of_squares(in_chunks_of(2), SampleSpace())
+    factors_of_squares(in_chunks_of(2), SampleSpace(), (2, 2, 1))
+
+
+class Sequences(nn.Module):
+    """Computes a function of each position, or the derivative of one by the input, in the given way."""
+
+    def __init__(self, way: str, *, derived: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.way, self.derived = way, derived
+
+    def each(self, x: Tensor) -> Tensor:
+        if self.derived:
+            return grad(lambda z: self.layer(z).tanh().square().sum())(x)
+        return self.layer(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "examples":
+            return vmap(lambda one: self.each(one).mean(0))(x)
+        if self.way == "positions":
+            return vmap(self.each, in_dims=1, out_dims=1)(x).mean(1)
+        return self.each(x).mean(-2)
+
+
+def factors_of_sequences(way: str, positions: int, *, derived: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, criterion = Sequences(way, derived=derived).double(), nn.MSELoss()
+    options = {"estimate": ExactGGN(criterion)} if derived else {"weight_sharing": WeightSharing.REDUCE}
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=1, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, positions, 3, dtype=torch.float64)
+        output = vmap(model)(x) if way == "outside" else model(x)
+        criterion(output, torch.ones_like(output)).backward()
+        optimizer.step()
+    return optimizer.factors()
+
+
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("way", ["examples", "positions", "outside"])
+def test_sequences_have_the_same_factors_whatever_vmap_runs_over(way: str, derived: bool) -> None:
+    found = factors_of_sequences(way, 5, derived=derived)
+    assert_same(found["layer"], factors_of_sequences("batched", 5, derived=derived)["layer"])
+
+
+def test_a_vmap_that_may_run_over_examples_or_positions_is_warned_of() -> None:
+    """As many positions as examples: it is taken to run over the examples."""
+    with pytest.warns(UserWarning, match=r"layer 'layer' .*torch\.vmap.* 6 .*whether .*examples"):
+        found = factors_of_sequences("examples", 6, derived=False)
+    assert_same(found["layer"], factors_of_sequences("batched", 6, derived=False)["layer"])
+
+
+class Frames(nn.Module):
+    """Convolves each frame of each example, in the given way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(2, 3, 2)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "batched":
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh().mean((1, 3))
+        of_frames = vmap(self.layer, in_dims=int(self.way == "frames"), out_dims=int(self.way == "frames"))
+        return of_frames(x).tanh().mean((1, 3))
+
+
+@pytest.mark.parametrize("way", ["examples", "frames"])
+def test_convolutions_of_frames_within_vmap_count_the_rows_that_any_column_reaches(way: str) -> None:
+    def factors(way: str) -> Any:
+        torch.manual_seed(0)
+        model, criterion = Frames(way).double(), nn.MSELoss()
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+        for _ in range(2):
+            optimizer.zero_grad()
+            criterion(model(torch.randn(6, 4, 2, 5).double()), torch.ones(6, 3).double()).backward()
+            optimizer.step()
+        return optimizer.factors()["layer"]
+
+    assert_same(factors(way), factors("batched"))
 
 
 def test_terms_of_a_loss_that_differ_in_size_have_one_pair_of_factors() -> None:

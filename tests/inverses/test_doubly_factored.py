@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, LayerSpec, Structure, WeightSharing
+from kfac_optim import Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.inverses import doubly_factored_state
 from kfac_optim.inverses.doubly_factored_state import DoublyFactoredState
 
@@ -156,6 +156,18 @@ def test_examples_without_a_gradient_are_not_counted_whatever_they_hold(
     assert_same([factors["channels"].average[0], factors["positions"].average[0]], [psi, k])
     assert_same(factors["G"].average[0], 5 * output.grad.T @ output.grad)
     assert float(factors["channels"].mass) == 3
+
+
+def test_an_example_counts_once_for_each_column_of_the_loss_however_many_of_its_outputs_are_observed() -> None:
+    layer, criterion = nn.Linear(6, 2), nn.MSELoss(reduction="sum")
+    optimizer = KFACOptimizer(layer, lr=0.0, inverse=DoublyFactored(2), estimate=ExactGGN(criterion))
+    rows, observed = torch.randn(5, 6), torch.ones(5, 2)
+    observed[:3, 1] = 0
+    criterion(layer(rows) * observed, torch.ones(5, 2)).backward()
+    optimizer.step()
+    factors = block(optimizer, "").state.by_name
+    for name, expected in zip(("channels", "positions"), parts_of(rows.view(5, 2, 3)), strict=True):
+        assert_same(factors[name].average[0], expected)
 
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,6 +299,60 @@ def test_under_autocast_weight_decay_in_the_curvature_is_no_rounding() -> None:
     assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
 
 
+class PartlyNarrow(nn.Module):
+    """A layer in float32, and two behind it that may be under autocast."""
+
+    def __init__(self, *, narrow: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(2, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.narrow = narrow
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.narrow):
+            return self.last(self.second(hidden).tanh()).float()
+
+
+def test_by_layer_rounding_of_narrow_layers_behind_one_is_no_penalty() -> None:
+    x, criterion = points(32).float(), nn.MSELoss()
+
+    def moved(*, narrow: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = PartlyNarrow(narrow=narrow)
+        optimizer = optimizer_of(model, criterion, damping=1e-6, inverse=SampleSpace(scope="layer"))
+        return flat_step(model, optimizer, lambda: criterion(model(x), x[:, :1].sin())).detach()[:32]
+
+    exact = moved(narrow=False)
+    assert float((moved(narrow=True) - exact).norm()) < 0.3 * float(exact.norm())
+
+
+def test_rounding_behind_a_layer_that_is_not_captured_is_named_where_residuals_are_missing() -> None:
+    torch.manual_seed(0)
+    model, criterion, x = PartlyNarrow(narrow=True), nn.MSELoss(), points(32).float()
+    optimizer = optimizer_of(model, criterion, skip_layers=["second", "last"])
+    criterion(model(x), x[:, :1].sin()).backward()
+    with pytest.raises(RuntimeError, match=r"16 bits.*in skip_layers"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("scope", ["joint", "layer"])
+def test_a_layer_that_no_residual_of_a_step_reaches_goes_along_its_penalty(scope: Any, momentum: float) -> None:
+    torch.manual_seed(0)
+    model, criterion = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)]).double(), nn.MSELoss()
+    inverse = SampleSpace(momentum=momentum, scope=scope)
+    optimizer = KFACOptimizer(model, lr=0.1, damping=0.01, inverse=inverse, estimate=ExactGGN(criterion))
+    x, steps = points(6), []
+    for used in (1, 0):
+        optimizer.zero_grad()
+        loss = criterion(model[used](x), torch.ones(6, 1).double())
+        before, penalty = model[1].weight.detach().clone(), model[1].weight.square().sum()
+        (loss if used else loss + 1e-3 * penalty).backward()
+        optimizer.step()
+        steps.append((before - model[1].weight.detach()) / 0.1)
+    assert_same(steps[1], momentum * steps[0] + 2e-3 * before / 0.01)
+
+
 def test_a_number_of_terms_that_is_none_is_refused_by_the_step_and_changes_nothing() -> None:
     """In a tensor, whose value is not waited for when it is stated."""
     model, criterion = network(), nn.MSELoss()

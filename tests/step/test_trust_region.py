@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, LossTerms, TrustRegion
+from kfac_optim import AdaptiveTrustRegion, Cholesky, ExactGGN, KFACOptimizer, LossTerms, SampleSpace, TrustRegion
+from kfac_optim.step.step_size import StepSize
 from kfac_optim.step.trust_region import inner_product, square_sum, trust_region_scale
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -144,6 +145,38 @@ def test_the_step_of_a_layer_without_a_bias_is_bounded_too() -> None:
     any_loss(model(torch.randn(6, 4))).backward()
     optimizer.step()
     assert optimizer.metrics()["trust_region_scale"] < 1
+
+
+@pytest.mark.parametrize("step_size", [TrustRegion(), AdaptiveTrustRegion()])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_layers_beside_those_of_sample_space_are_bounded_as_if_they_were_alone(
+    step_size: StepSize, momentum: float
+) -> None:
+    def moved(*names: str) -> list[Tensor]:
+        """How a model of two layers side by side moves, with Gauss-Newton steps of the first."""
+        torch.manual_seed(0)
+        model, criterion = nn.ModuleDict({"left": nn.Linear(2, 3), "right": nn.Linear(2, 3)}), nn.MSELoss()
+        optimizer = KFACOptimizer(
+            model,
+            lr=1.0,
+            momentum=momentum,
+            damping=1e-3,
+            kl_clip=1e-3,
+            step_size=step_size,
+            inverse={"left": SampleSpace(), "right": Cholesky()},
+            estimate=ExactGGN(criterion),
+        )
+        x = torch.randn(8, 2)
+        before = {name: [param.detach().clone() for param in model[name].parameters()] for name in model}
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(criterion(model[name](x), 9 * torch.ones(8, 3)) for name in names).backward()
+            optimizer.step()
+        if "right" in names:
+            assert optimizer.metrics()["trust_region_scale"] < 0.5
+        return [new - old for name in names for new, old in zip(model[name].parameters(), before[name], strict=True)]
+
+    assert_same(moved("left", "right"), [*moved("left"), *moved("right")])
 
 
 def test_momentum_of_earlier_steps_is_not_scaled() -> None:
