@@ -701,7 +701,9 @@ class KFACOptimizer(JoinableOptimizer):
 
         Args:
             to: the rank whose `state_dict()` then holds everything, as on one process, until the next step; the same on
-                all ranks. None leaves each layer's part whole on the one rank that owns it.
+                all ranks. It is counted within the group that trains together, as `dist.get_rank(group)` counts: of
+                `dist.new_group([1, 3])` the first is 0. None leaves each layer's part whole on the one rank that owns
+                it.
 
         Raises:
             RuntimeError: some rank has another `to`, or calls something else; or each rank has loaded a part of the

@@ -125,6 +125,7 @@ class LossTally:
         repeated: whether one has come through a call of the criterion that had one before.
         criterion: the calls of criteria, which have a lifetime of their own: `reset` leaves them.
         observed: what the training loop has observed since the last step.
+        of_last_stage: the terms that the last stage of a pipeline has told this one; None where it has told none.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -254,14 +255,24 @@ class LossTally:
         """Return `LossCount.summed` so far."""
         return self._most()[0] if self.is_sum else 1
 
+    def told(self) -> float | Tensor | None:
+        """Return the terms to tell the other stages of a pipeline, if this is its last; None where there are none.
+
+        It alone has the output that the loss reads, and the targets. Inputs have as many examples in each stage.
+        """
+        if self.is_sum or self._stated is not None:
+            return self._stated
+        return None if self._rule in _BY_INPUT else self._most()[0] or None
+
     def result(self) -> LossCount:
         """Return the terms so far."""
         missed = any(not each.arrived and any(map(self.has_counted, each.forwards)) for each in self.observed)
         seen = self.by_criterion, self.by_criterion and self.by_output, self.repeated, missed
         if self.is_sum:
             return LossCount(1, self.summed(), False, *seen)
-        if self._stated is not None:
-            return LossCount(self._stated, 1, False, *seen)
+        stated = self.of_last_stage if self._stated is None else self._stated
+        if stated is not None:
+            return LossCount(stated, 1, False, *seen)
         averaged, assumed = self._most()
         if self.by_criterion:
             averaged, assumed = max(averaged, 1), False
@@ -269,9 +280,9 @@ class LossTally:
 
     def counted(self) -> int | None:
         """Return the terms that the loss is taken to be the mean of; None if that was stated, or no backward came."""
-        if self.is_sum or self._stated is not None or self.by_criterion or not self.has_counted():
+        if self.is_sum or self._stated is not None or self.of_last_stage is not None or self.by_criterion:
             return None
-        return self._most()[0]
+        return self._most()[0] if self.has_counted() else None
 
     def _most(self) -> tuple[int, bool]:
         """Return the terms of the model that has most of them, and whether layers had to tell some of these.
@@ -303,5 +314,6 @@ class LossTally:
         self.observed: list[Observation] = []
         self.by_criterion = self.by_output = self.repeated = False
         self._is_superseded = False
+        self.of_last_stage: float | None = None
         self._stated = None
         self._draws = 0

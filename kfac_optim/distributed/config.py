@@ -31,7 +31,8 @@ class DistributedConfig:
             `DistributedDataParallel`, or of the mesh of `fully_shard`, and all ranks where nothing is wrapped. Name
             them where tensor parallelism alone cuts the model, over some of the ranks.
         pipeline: the ranks that hold the other stages of the same model, as `torch.distributed.pipelining` runs them,
-            each with an optimizer for its stage: one trust region then bounds the steps of all. Name in `group` the
+            each with an optimizer for its stage: one trust region then bounds the steps of all, and the last of these
+            ranks, which has the last stage, tells the others the terms of the loss. Name in `group` the
             ranks that train the same stage on other examples, even if it is this rank alone: both are groups of a
             `DeviceMesh`, as `init_device_mesh("cuda", (replicas, stages), mesh_dim_names=("data", "stages"))` has them.
         experts: the layers of a mixture of experts that each rank has of its own, `Experts(["*.experts"])`, while

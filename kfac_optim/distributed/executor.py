@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -318,7 +317,7 @@ class DistributedExecutor(Executor):
         self._edits.note()
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
-        check_rank(to, dist.get_world_size(self.ranks.group))
+        check_rank(to, ranks_of(self.ranks.group))
         if self.plan is None and not self.states.waits_for_loaded:
             return  # nothing was learned
         self._describe(trained)

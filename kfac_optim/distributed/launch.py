@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 
@@ -125,7 +125,9 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
         if torch.cuda.is_available():
             torch.cuda.set_device(place.local_rank)
 
-    Without a launcher nothing is formed: the program runs alone, as it would without this call.
+    Without a launcher nothing is formed: the program runs alone, as it would without this call. There may be a process
+    group already, and no launcher that has left all of its variables, as under `torch.multiprocessing.spawn`. Then the
+    group says the place, and the local rank is LOCAL_RANK, or where that is missing the rank, as on one machine.
 
     Args:
         backend: the backend, as for `torch.distributed.init_process_group`; None takes gloo for the CPU and NCCL for
@@ -137,10 +139,10 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
         RuntimeError: there is a process group already, of another size or with another rank than the variables say; or
             some rank did not start within the time-out, under torchrun.
     """
-    place = find_place(os.environ)
     if dist.is_initialized():
-        _check_same(place)
-    elif place.launcher is Launcher.TORCHRUN:
+        return _place_in_group(os.environ)
+    place = find_place(os.environ)
+    if place.launcher is Launcher.TORCHRUN:
         # By way of the variables: torchrun may keep the store itself, and says so in further ones.
         found = rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
         store, rank, world_size = next(found)
@@ -237,10 +239,12 @@ def _integer(name: str, environ: Mapping[str, str], *, at_least: int = 0, at_mos
 
 
 def _address(variables: _Variables, environ: Mapping[str, str], world_size: int) -> str:
-    if "MASTER_ADDR" in environ:
-        return environ["MASTER_ADDR"]
+    if address := environ.get("MASTER_ADDR"):
+        return address
+    if variables.launcher is Launcher.TORCHRUN:
+        raise ValueError("kfac_optim: MASTER_ADDR in the environment must name the machine of rank 0, got ''.")
     if variables.launcher is Launcher.SLURM:
-        nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         if nodes:
             return _first_host(nodes)
         raise ValueError(
@@ -272,11 +276,26 @@ def _port(launcher: Launcher, environ: Mapping[str, str]) -> int:
     return _PORT
 
 
-def _check_same(place: ProcessPlace) -> None:
+def _place_in_group(environ: Mapping[str, str]) -> ProcessPlace:
+    """Return the place of this process in the process group that there is.
+
+    Raises:
+        RuntimeError: a launcher has left another.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        place = find_place(environ)
+    except ValueError:  # variables that do not say a place do not contradict the group
+        place = find_place({})
+    if place.launcher is Launcher.NONE:
+        local_rank = environ.get("LOCAL_RANK", "")
+        return replace(
+            place, rank=rank, local_rank=int(local_rank) if local_rank.isdecimal() else rank, world_size=world_size
+        )
     if (rank, world_size) != (place.rank, place.world_size):
         raise RuntimeError(
             f"kfac_optim: there is a process group already, in which this process is rank {rank} of {world_size}, but "
             f"the environment says rank {place.rank} of {place.world_size} ({place.launcher.value}). Call initialize() "
             f"first, instead of torch.distributed.init_process_group, or not at all."
         )
+    return place

@@ -23,7 +23,7 @@ class PipelineStages(Stages):
     of one stage knows then reaches all ranks of all stages.
 
     Args:
-        group: the ranks of the stages of this copy of the model.
+        group: the ranks of the stages of this copy of the model, in their order.
         timeout: how long a collective may take; None is as long as in the group.
     """
 
@@ -31,14 +31,21 @@ class PipelineStages(Stages):
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
         self._group, self._timeout = group, timeout
+        self.is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
         self._made: Communicator | None = None
 
-    def agree(self, *, finite: bool, summed: float, kl_clip: float | None, device: torch.device) -> tuple[bool, float]:
-        """Return whether all gradients of all stages are finite, and the most terms of a summed loss that one has seen.
+    def agree(
+        self, *, finite: bool, summed: float, terms: float | Tensor | None, kl_clip: float | None, device: torch.device
+    ) -> tuple[bool, float, float | None]:
+        """Return what is known of all stages together.
+
+        That is whether all gradients of all stages are finite, the most terms of a summed loss that one has seen, and
+        the terms that the last stage tells the others; None where it has none to tell.
 
         Args:
-            finite: whether those of this stage are.
+            finite: whether the gradients of this stage are.
             summed: `LossCount.summed` of this stage.
+            terms: the terms that this stage has to tell, `LossTally.told`.
             kl_clip: the `kl_clip` of the param groups of this stage.
             device: the device of its parameters.
 
@@ -47,16 +54,17 @@ class PipelineStages(Stages):
             CollectiveError: some stage never came.
         """
         clip = -1.0 if kl_clip is None else float(kl_clip)
-        mine = torch.tensor([not finite, summed, clip, -clip], dtype=torch.float64, device=device)
+        told = float(terms) if self.is_last and terms is not None else 0.0
+        mine = torch.tensor([not finite, summed, clip, -clip, told], dtype=torch.float64, device=device)
         largest = self._communicator(device).all_reduce("stages", mine, dist.ReduceOp.MAX).wait().tolist()
-        unfinished, most, highest, lowest = largest[0], largest[1], largest[2], -largest[3]
+        unfinished, most, highest, lowest, told = largest[0], largest[1], largest[2], -largest[3], largest[4]
         if highest != lowest:
             shown = [None if each < 0 else each for each in (lowest, highest)]
             raise ValueError(
                 f"kfac_optim: one trust region bounds all stages of the pipeline, and their kl_clip differs: this "
                 f"stage has {kl_clip}, others have {shown[0]} and {shown[1]}. Set the same value in all of them."
             )
-        return not unfinished, most
+        return not unfinished, most, told or None
 
     def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
         """Return sums over all stages, in float64, the same bits on each.

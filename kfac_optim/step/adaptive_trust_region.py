@@ -88,10 +88,14 @@ class AdaptiveTrustRegion(StepSize):
         along = torch.cat([slopes(proposal, earlier), slope_of_decay(proposal)])
         promises = proposal.executor.gradients.sum_over_updaters(along)
         own = [*lengths(proposal.products), _added(proposal.products)]
-        decrease, quadratic, added, slope, promised, decayed = proposal.executor.stages.sums(own, promises)
+        moving = [group for group, _ in proposal.products]
+        own += [total([scalar_beside(group["lr"], own[0]) for group in moving]), len(moving)]
+        summed = proposal.executor.stages.sums(own, promises)
+        decrease, quadratic, added, rates, groups, slope, promised, decayed = summed
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
         # A schedule changes all rates between the steps that are compared, and what is remembered is free of them.
-        rate = _mean_rate([group for group, _ in proposal.products] or proposal.groups, decrease)
+        # It is one number for all stages of a pipeline, as slopes are: otherwise their regions would part for good.
+        rate = chosen(groups > 0, quotient(rates, groups), _mean_rate(proposal.groups, decrease))
         multiplier = follow(multiplier, slope_ratio(quotient(slope, rate), slope_before), held > 0)
         size = exponential(multiplier)
         kl_clip, longest = proposal.kl_clip * size * size, bounded(size, least=1.0)

@@ -178,18 +178,23 @@ class Executor:
         Raises:
             ValueError: there is no such rank.
         """
-        check_rank(to, 1)
+        check_rank(to, [0])
 
     def mean_over_examples(self, values: Tensor) -> Tensor:
         """Return the mean of `values` over the ranks, which see different examples, as it is taken of gradients."""
         return values
 
 
-def check_rank(to: int | None, ranks: int) -> None:
+def check_rank(to: int | None, ranks: Sequence[int]) -> None:
     """Raise unless `consolidate` may be asked for rank `to`.
+
+    Args:
+        to: counted within the group.
+        ranks: those of the group, as the default group counts them.
 
     Raises:
         ValueError: there is no such rank.
     """
-    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < ranks):
-        raise ValueError(f"kfac_optim: to must be a rank from 0 to {ranks - 1}, or None, got {to!r}.")
+    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < len(ranks)):
+        among = "" if list(ranks) == list(range(len(ranks))) else f", as counted among ranks {list(ranks)}"
+        raise ValueError(f"kfac_optim: to must be a rank from 0 to {len(ranks) - 1}{among}, or None, got {to!r}.")

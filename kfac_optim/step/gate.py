@@ -120,15 +120,19 @@ class Gate:
         kl_clip = next((group["kl_clip"] for group in groups), None)
         device = next((param.device for param in params), torch.device("cpu"))
         here = not is_finite
-        is_finite, summed = self.executor.stages.agree(
-            finite=is_finite, summed=self.window.tally.summed(), kl_clip=kl_clip, device=device
+        stages, tally = self.executor.stages, self.window.tally
+        is_finite, summed, terms = stages.agree(
+            finite=is_finite, summed=tally.summed(), terms=tally.told(), kl_clip=kl_clip, device=device
         )
+        if not stages.is_last:
+            tally.of_last_stage = terms
+            self.warnings.untold_terms(tally.counted(), self.window.rule)
         agreement = self.executor.agree(
             Trained(self.binding.coverage.blocks, params, names),
             finite=is_finite,
             summed=summed,
             rescaled=scale.in_gradients,
-            counted=None if self.window.estimate is not None else self.window.tally.counted(),
+            counted=None if self.window.estimate is not None else tally.counted(),
         )
         checkpoint.warn_of_missed(agreement.restarted)
         if not agreement.finite:

@@ -13,20 +13,28 @@ class Stages:
 
     Attributes:
         several: whether there are other stages.
+        is_last: whether this is the stage whose output the loss reads.
     """
 
     several = False
+    is_last = True
 
-    def agree(self, *, finite: bool, summed: float, kl_clip: float | None, device: torch.device) -> tuple[bool, float]:
-        """Return whether all gradients of all stages are finite, and the most terms of a summed loss that one has seen.
+    def agree(
+        self, *, finite: bool, summed: float, terms: float | Tensor | None, kl_clip: float | None, device: torch.device
+    ) -> tuple[bool, float, float | None]:
+        """Return what is known of all stages together.
+
+        That is whether all gradients of all stages are finite, the most terms of a summed loss that one has seen, and
+        the terms that the last stage tells the others; here these are none.
 
         Args:
-            finite: whether those of this stage are.
+            finite: whether the gradients of this stage are.
             summed: `LossCount.summed` of this stage.
+            terms: `LossTally.told` of this stage.
             kl_clip: the `kl_clip` of its param groups.
             device: the device of its parameters.
         """
-        return finite, summed
+        return finite, summed, None
 
     def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
         """Return sums over this stage as those over all stages, as of one process.

@@ -151,6 +151,16 @@ class UserWarnings:
                 "numbers of several calls in one step add up."
             )
 
+    def untold_terms(self, counted: int | None, rule: LossTerms) -> None:
+        """Say once that a stage of a pipeline has read the terms off its own output, for want of the last one's."""
+        if counted and rule in (LossTerms.POSITIONS, LossTerms.ELEMENTS) and self._is_first("untold"):
+            warn(
+                f"kfac_optim: loss_terms={rule} reads the number of terms of the loss off the output of the last stage "
+                "of a pipeline, and that stage has told no number, as where none of its layers is measured. The number "
+                f"is taken to be {counted}, which the output of this stage has. Call optimizer.set_loss_terms(n) on "
+                "this stage before backward(), with n as the last output has it."
+            )
+
     def mixed_terms(self, count: LossCount) -> None:
         """Say once that a criterion computes a part of the loss only."""
         if count.mixed and self._is_first("mixed"):

@@ -251,6 +251,21 @@ def test_a_rank_that_is_none_is_refused(two_ranks: Ranks) -> None:
     assert told[-1] == "kfac_optim: to must be a rank from 0 to 0, or None, got '0'."
 
 
+def refused_in_a_group(rank: int) -> str:
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return ""
+    optimizer = KFACOptimizer(network(), lr=0.1, distributed=DistributedConfig(group=group))
+    with pytest.raises(ValueError, match="to must be a rank") as error:
+        optimizer.consolidate_state_dict(to=3)
+    return str(error.value)
+
+
+def test_a_rank_is_counted_within_the_group_that_trains_together(four_ranks: Ranks) -> None:
+    told = four_ranks.run(refused_in_a_group)[1]
+    assert told == "kfac_optim: to must be a rank from 0 to 1, as counted among ranks [1, 3], or None, got 3."
+
+
 # -- in parts ----------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -821,6 +822,19 @@ def test_a_learning_rate_that_one_rank_changes_is_told(two_ranks: Ranks) -> None
     for message in two_ranks.run(other_rate_later):
         assert "lr of param group 0: 0.05 here, 0.1 there" in message
         assert "Set the numbers of param groups alike on every rank" in message
+
+
+def equal_numbers_of_other_kinds(rank: int) -> list[float]:
+    """What one rank has computed, and the other was told."""
+    training = Training(rank, strategy=Replicated(), flags={})
+    training.run(plain, range(3))
+    training.optimizer.param_groups[0].update(lr=(1, np.float64(1.0))[rank], weight_decay=(0, 0.0)[rank])
+    training.run(plain, range(3, 5))
+    return [training.optimizer.param_groups[0]["lr"]]
+
+
+def test_equal_numbers_of_other_kinds_are_equal(two_ranks: Ranks) -> None:
+    assert two_ranks.run(equal_numbers_of_other_kinds) == [[1], [1]]
 
 
 def other_tensor_later(rank: int, name: str, strategy: Strategy) -> tuple[int, str]:

@@ -67,6 +67,12 @@ SLURM_PORT = 15000 + 123402 % 15000
         (SLURM | HYDRA, ProcessPlace(Launcher.HYDRA, 3, 1, 4, "10.0.0.7", 29500)),
         # srun with PMI sets its variables, but is no Hydra.
         (SLURM | {"PMI_RANK": "6", "PMI_SIZE": "8"}, ProcessPlace(Launcher.SLURM, 6, 2, 8, "gpu03", SLURM_PORT)),
+        # An address that is empty is none.
+        (OPEN_MPI | {"MASTER_ADDR": ""}, ProcessPlace(Launcher.OPEN_MPI, 2, 2, 4, "127.0.0.1", 29500)),
+        (
+            SLURM | {"MASTER_ADDR": "", "SLURM_STEP_NODELIST": ""},
+            ProcessPlace(Launcher.SLURM, 6, 2, 8, "gpu01", SLURM_PORT),
+        ),
         # A batch script runs once, on the first node, and is no step.
         (
             {name: value for name, value in SLURM.items() if "STEP" not in name},
@@ -141,6 +147,7 @@ def test_a_variable_that_is_missing_is_named_with_the_launcher(environ: Mapping[
         (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK in the environment must be an integer from 0 to 7, got 'x'"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment must be an integer at least 1, got '0'"),
         (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE in the environment must be an integer at least 1, got ''"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR in the environment must name the machine of rank 0, got ''"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT in the environment must be an integer from 1 to 65535"),
         (OPEN_MPI | {"MASTER_PORT": "65536"}, "MASTER_PORT in the environment must be an integer from 1 to 65535"),
         (without(HYDRA, "MASTER_ADDR"), r"Hydra's mpirun .* started 4 processes, .* Set MASTER_ADDR on all of them"),
@@ -162,6 +169,24 @@ def test_an_address_of_ipv6_is_put_in_brackets(monkeypatch: pytest.MonkeyPatch) 
     ((backend, arguments),) = asked
     assert (backend, arguments["init_method"]) == ("gloo", "tcp://[fd00::1]:29500")
     assert arguments["timeout"] == timedelta(seconds=7)
+
+
+FABRIC = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""As its own launcher leaves them: RANK is missing."""
+
+
+@pytest.mark.parametrize(
+    ("environ", "local_rank"),
+    [({}, 1), (FABRIC, 0), (without(SLURM, "SLURM_LOCALID"), 1)],
+    ids=["none", "without RANK", "without SLURM_LOCALID"],
+)
+def test_a_group_that_there_is_says_the_place_where_the_variables_do_not(
+    environ: dict[str, str], local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environ)
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(launch.dist, name, lambda value=value: value)
+    assert launch.initialize() == ProcessPlace(Launcher.NONE, 1, local_rank, 2, "127.0.0.1", 29500)
 
 
 def together(store: dist.Store, ranks: Sequence[int], of: int, seconds: float = 10) -> list[dist.Store]:

@@ -1,5 +1,6 @@
 """The schedules of `torch.distributed.pipelining` divide gradients after backward; statistics stay as they are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.optim.lr_scheduler import LambdaLR
 
-from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LineSearch, MonteCarlo, TrustRegion
+from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LineSearch, LossTerms, MonteCarlo, TrustRegion
 from kfac_optim.distributed import DistributedConfig
 from kfac_optim.step.step_size import StepSize
 
@@ -133,6 +135,85 @@ def test_two_replicas_of_two_stages_equal_one_process(four_ranks: Ranks) -> None
         ours = [param for answer in answers[first : first + 2] for param in answer]
         for one, other in zip(ours, whole(AdaptiveTrustRegion(), 3), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def trained(
+    number: int | None, options: dict[str, Any], decays: Sequence[float] = (1.0, 1.0), stated: int | None = None
+) -> list[Tensor]:
+    """Train one of two stages, each with a rate that falls in its own way; None trains both, in one process.
+
+    Args:
+        number: the number of the stage.
+        options: of the optimizer, beside OPTIONS.
+        decays: what multiplies the rate of each stage at each step.
+        stated: the terms of the loss, which the first stage is not told.
+    """
+    model = net()
+    parts = [model[:2], model[2:]] if number is None else [(model[:2], model[2:])[number]]
+    config = None
+    if number is not None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
+        config = DistributedConfig(group=mesh.get_group("data"), pipeline=mesh.get_group("stages"))
+        stage = PipelineStage(parts[0], number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
+        pipeline = ScheduleGPipe(stage, 2, loss_fn=loss)
+    groups = [{"params": list(part.parameters())} for part in parts]
+    whole_model = model if number is None else parts[0]
+    optimizer = KFACOptimizer(groups, model=whole_model, **{**OPTIONS, "distributed": config, **options})
+    falls = decays if number is None else [decays[number]]
+    rates = LambdaLR(optimizer, [lambda step, fall=fall: fall**step for fall in falls])
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        if stated is not None and number != 0:
+            optimizer.set_loss_terms(stated)
+        if number is None:
+            loss(model(x), y).backward()
+        elif number == 0:
+            pipeline.step(x)
+        else:
+            pipeline.step(target=y)
+        optimizer.step()
+        rates.step()
+    return [param.detach() for part in parts for param in part.parameters()]
+
+
+def assert_like_one_process(answers: list[list[Tensor]], *how: Any) -> None:
+    ours = [param for answer in answers for param in answer]
+    for one, other in zip(ours, trained(None, *how), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_rates_that_fall_differently_leave_one_trust_region_to_all_stages(two_ranks: Ranks) -> None:
+    how = {"kl_clip": 1e-3}, (0.8, 1.0)
+    assert_like_one_process(two_ranks.run(trained, *how), *how)
+
+
+@pytest.mark.parametrize(("rule", "stated"), [(LossTerms.ELEMENTS, None), (LossTerms.EXAMPLES, 5)])
+def test_the_last_stage_tells_the_others_how_many_terms_the_loss_has(
+    two_ranks: Ranks, rule: LossTerms, stated: int | None
+) -> None:
+    """Its output has three elements an example, the hidden one six; and what masks leave is stated by the targets."""
+    how = {"loss_terms": rule}, (1.0, 1.0), stated
+    assert_like_one_process(two_ranks.run(trained, *how), *how)
+
+
+def below_a_frozen_stage(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
+    config = DistributedConfig(group=mesh.get_group("data"), pipeline=mesh.get_group("stages"))
+    options = {**OPTIONS, "loss_terms": LossTerms.ELEMENTS, "distributed": config}
+    if rank == 1:
+        with pytest.warns(UserWarning, match="nothing is preconditioned"):
+            KFACOptimizer(net()[2:].requires_grad_(False), **options).step()
+        return
+    part = net()[:1]
+    optimizer = KFACOptimizer(part, **options)
+    part(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"has told no number.* taken to be 48, .*Call optimizer.set_loss_terms\(n\)"):
+        optimizer.step()
+
+
+def test_a_last_stage_that_counts_no_terms_is_told_of(two_ranks: Ranks) -> None:
+    two_ranks.run(below_a_frozen_stage)
 
 
 def refused(rank: int) -> list[str]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import Background, KFACOptimizer, LevenbergMarquardt, LineSearch, MonteCarlo
+from kfac_optim import Background, IterateAverage, KFACOptimizer, LevenbergMarquardt, LineSearch, MonteCarlo
 from kfac_optim.distributed import DistributedConfig, Sharded, StatisticsWorkers
 from kfac_optim.distributed.communication.launches import CollectiveError
 
@@ -558,8 +558,10 @@ def test_workers_serve_one_optimizer_at_a_time(two_ranks: Ranks) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, case: Served, at: int, by_torch: bool) -> tuple[list[Tensor], list[Tensor]] | int:
-    """Parameters of a run, and of one that begins again from its checkpoint."""
+def resumed(
+    rank: int, case: Served, at: int, by_torch: bool, evaluated: bool = False
+) -> tuple[list[Tensor], list[Tensor]] | int:
+    """Parameters of a run, and of one that begins again from its checkpoint, which was perhaps saved after `eval()`."""
     role = case.workers.role()
     files: list[Any] = [None]
 
@@ -577,13 +579,17 @@ def resumed(rank: int, case: Served, at: int, by_torch: bool) -> tuple[list[Tens
         if role.serves:
             return optimizer.serve(measured(0, first=0 if saved is None else 2), loss_by(model))
         file = io.BytesIO()
+        optimizer.train()
         for step in range(start, stop):
             train(optimizer, wrapped, trained_on(step, rank))
             if step == at - 1:
+                if evaluated:
+                    optimizer.eval()
                 optimizer.consolidate_state_dict()
                 if rank == 0:
                     held = get_optimizer_state_dict(wrapped, optimizer) if by_torch else optimizer.state_dict()
                     torch.save({"model": model.state_dict(), "optimizer": held}, file)
+                optimizer.train()
         optimizer.dismiss_workers()
         return [param.detach().clone() for param in model.parameters()], file.getvalue()
 
@@ -605,6 +611,13 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(at: int, by_torch: bool, tw
     (whole, again), served = two_ranks.run(resumed, case, at, by_torch)
     assert all(map(torch.equal, whole, again))
     assert served == 2  # at steps 8 and 12
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_was_saved_while_the_model_held_averages(two_ranks: Ranks) -> None:
+    case = Served(FIXED, options={"factor_update_period": 4, "inverse_update_period": 4, "average": IterateAverage()})
+    (whole, again), served = two_ranks.run(resumed, case, 8, False, True)
+    assert all(map(torch.equal, whole, again))
+    assert served == 2
 
 
 def saved_too_late(rank: int, case: Served) -> None:

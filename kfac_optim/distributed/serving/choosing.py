@@ -94,6 +94,7 @@ def serve(
     def blocks() -> Sequence[KFACBlock]:
         return binding.coverage.blocks
 
+    optimizer.train()  # the checkpoint may be of a model that held averages, and the first order replaces them anyway
     return Service(optimizer, executor, blocks, window, binding.model, scaler).run(batches, loss_of)
 
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock, Missing
 from kfac_optim.blocks.clock import Clock, period_of
 from kfac_optim.distributed.communication.consensus import Ballot
-from kfac_optim.distributed.communication.process_groups import device_of, timeout_of
+from kfac_optim.distributed.communication.process_groups import device_of, ranks_of, timeout_of
 from kfac_optim.distributed.communication.transfer import leaves, nested
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
@@ -182,7 +181,7 @@ class TrainingExecutor(DistributedExecutor):
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         """Have the workers send what they keep, and hold it; what is under way is taken over before."""
-        check_rank(to, dist.get_world_size(self.ranks.group))
+        check_rank(to, ranks_of(self.ranks.group))
         if self.plan is None and not self.states.waits_for_loaded:
             return  # nothing was learned
         self._describe(trained)
