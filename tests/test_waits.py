@@ -121,6 +121,10 @@ def test_steps_that_the_device_leaves_out_without_end_raise_when_the_host_looks(
     assert found["without end"].startswith("4: kfac_optim: 4 steps in a row were skipped"), found["without end"]
 
 
+def test_sums_over_stages_of_a_pipeline_do_not_wait_in_mid_step(found: Any) -> None:
+    assert found["stages"] == []
+
+
 def test_the_instrument_sees_waits_and_nothing_else(found: Any) -> None:
     for name, (_, waits_for) in waits.PROBES.items():
         assert found["probes"][name] == ([] if waits_for is None else [f": {waits_for}"]), name

@@ -154,3 +154,21 @@ def test_the_terms_are_those_of_the_step_in_compiled_graphs(is_discarded: bool) 
         optimizer.step()
         found.append(judged_by(optimizer))
     assert found == pytest.approx([4, 4, 4, 400])
+
+
+@pytest.mark.usefixtures("_fresh_graphs")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_last_stage_of_a_pipeline_counts_the_terms_of_a_mean_at_every_step_too(is_compiled: bool) -> None:
+    model, optimizer = build(loss_terms=LossTerms.ELEMENTS)
+    tally = optimizer._window.tally
+    tally.tells = True
+    called = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True) if is_compiled else model
+    told = []
+    for terms in (4, 4, 4, 400):
+        optimizer.zero_grad()
+        called(torch.randn(77, 4))
+        called(torch.randn(terms, 4)).square().mean().backward()
+        told.append(tally.told())
+        optimizer.step()
+    outputs = model(torch.randn(1, 4)).numel()
+    assert told == [4 * outputs, 4 * outputs, 4 * outputs, 400 * outputs]

@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import Background, ExactGGN, KFACOptimizer, LevenbergMarquardt, MonteCarlo, QuadraticModel, Together
+from kfac_optim import (
+    Background,
+    ExactGGN,
+    IterateAverage,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    MonteCarlo,
+    QuadraticModel,
+    Together,
+)
 from kfac_optim.blocks.shadow import make_shadow
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.gradients.sharded_gradients import _set_gradient
@@ -826,7 +835,8 @@ def test_a_learning_rate_that_one_rank_changes_is_told(two_ranks: Ranks) -> None
 
 def equal_numbers_of_other_kinds(rank: int) -> list[float]:
     """What one rank has computed, and the other was told."""
-    training = Training(rank, strategy=Replicated(), flags={})
+    average = IterateAverage(eta=(8, np.float64(8.0))[rank])
+    training = Training(rank, strategy=Replicated(), flags={}, average=average)
     training.run(plain, range(3))
     training.optimizer.param_groups[0].update(lr=(1, np.float64(1.0))[rank], weight_decay=(0, 0.0)[rank])
     training.run(plain, range(3, 5))

@@ -175,6 +175,13 @@ FABRIC = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MAS
 """As its own launcher leaves them: RANK is missing."""
 
 
+def within(group: tuple[int, int], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a process group in which this process is the rank of so many."""
+    monkeypatch.setattr(os, "environ", environ)
+    for name, value in (("is_initialized", True), ("get_rank", group[0]), ("get_world_size", group[1])):
+        monkeypatch.setattr(launch.dist, name, lambda value=value: value)
+
+
 @pytest.mark.parametrize(
     ("environ", "local_rank"),
     [({}, 1), (FABRIC, 0), (without(SLURM, "SLURM_LOCALID"), 1)],
@@ -183,10 +190,30 @@ FABRIC = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MAS
 def test_a_group_that_there_is_says_the_place_where_the_variables_do_not(
     environ: dict[str, str], local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "environ", environ)
-    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
-        monkeypatch.setattr(launch.dist, name, lambda value=value: value)
+    within((1, 2), environ, monkeypatch)
     assert launch.initialize() == ProcessPlace(Launcher.NONE, 1, local_rank, 2, "127.0.0.1", 29500)
+
+
+ON_TWO_MACHINES = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+def test_where_there_is_a_group_a_launcher_need_not_say_where_rank_0_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    within((2, 4), ON_TWO_MACHINES, monkeypatch)
+    place = launch.initialize()
+    assert (place.launcher, place.rank, place.local_rank) == (Launcher.OPEN_MPI, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [ON_TWO_MACHINES, {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}],
+    ids=["Open MPI", "torchrun"],
+)
+def test_a_group_that_variables_without_an_address_contradict_is_refused(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within((3, 8), environ, monkeypatch)
+    with pytest.raises(RuntimeError, match="this process is rank 3 of 8, but the environment says rank 2 of 4"):
+        launch.initialize()
 
 
 def together(store: dist.Store, ranks: Sequence[int], of: int, seconds: float = 10) -> list[dist.Store]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LineSearch, LossTerms, MonteCarlo, TrustRegion
@@ -138,7 +139,11 @@ def test_two_replicas_of_two_stages_equal_one_process(four_ranks: Ranks) -> None
 
 
 def trained(
-    number: int | None, options: dict[str, Any], decays: Sequence[float] = (1.0, 1.0), stated: int | None = None
+    number: int | None,
+    options: dict[str, Any],
+    decays: Sequence[float] = (1.0, 1.0),
+    stated: int | None = None,
+    unfrozen: int = 0,
 ) -> list[Tensor]:
     """Train one of two stages, each with a rate that falls in its own way; None trains both, in one process.
 
@@ -147,6 +152,7 @@ def trained(
         options: of the optimizer, beside OPTIONS.
         decays: what multiplies the rate of each stage at each step.
         stated: the terms of the loss, which the first stage is not told.
+        unfrozen: the step from which on the first weight is trained.
     """
     model = net()
     parts = [model[:2], model[2:]] if number is None else [(model[:2], model[2:])[number]]
@@ -164,6 +170,8 @@ def trained(
     for step in range(2 * STEPS):
         optimizer.zero_grad()
         x, y = batch(step)
+        if number != 1:
+            parts[0].get_parameter("0.weight").requires_grad_(step >= unfrozen)
         if stated is not None and number != 0:
             optimizer.set_loss_terms(stated)
         if number is None:
@@ -195,6 +203,41 @@ def test_the_last_stage_tells_the_others_how_many_terms_the_loss_has(
     """Its output has three elements an example, the hidden one six; and what masks leave is stated by the targets."""
     how = {"loss_terms": rule}, (1.0, 1.0), stated
     assert_like_one_process(two_ranks.run(trained, *how), *how)
+
+
+def test_the_last_stage_tells_them_also_at_steps_without_statistics_of_its_own(two_ranks: Ranks) -> None:
+    """A layer that is unfrozen gives its first statistics at once."""
+    periods = {"factor_update_period": 2 * STEPS, "inverse_update_period": 2 * STEPS}
+    how = {"loss_terms": LossTerms.ELEMENTS, **periods}, (1.0, 1.0), None, STEPS
+    assert_like_one_process(two_ranks.run(trained, *how), *how)
+
+
+def sums_of_a_replica(_: int, rule: LossTerms, stated: int | None) -> list[str]:
+    """Train one of two stages, beside another replica; return the sums of statistics that the last step has sent."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stages"))
+    number, trace = mesh.get_local_rank("stages"), list[str]()
+    part = DistributedDataParallel(net()[:2] if number == 0 else net()[2:], process_group=mesh.get_group("data"))
+    config = DistributedConfig(
+        group=mesh.get_group("data"), pipeline=mesh.get_group("stages"), observe=lambda sent: trace.append(sent.name)
+    )
+    numbers = {**OPTIONS, "inverse_update_period": 1, "loss_terms": rule}
+    optimizer = KFACOptimizer(part, **numbers, distributed=config)
+    for _ in range(2 * STEPS):
+        trace.clear()
+        optimizer.zero_grad()
+        if stated is not None and number == 1:
+            optimizer.set_loss_terms(stated)
+        part(torch.randn(EXAMPLES, (4, 6)[number], dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    return [name for name in trace if "sums" in name]
+
+
+@pytest.mark.parametrize(("rule", "stated"), [(LossTerms.ELEMENTS, None), (LossTerms.EXAMPLES, 5)])
+def test_a_stage_that_is_told_other_terms_than_its_own_sends_its_sums_once(
+    four_ranks: Ranks, rule: LossTerms, stated: int | None
+) -> None:
+    for sums in four_ranks.run(sums_of_a_replica, rule, stated):
+        assert sums == ["factor sums 0"]
 
 
 def below_a_frozen_stage(rank: int) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from kfac_optim import (
     TrustRegion,
     WeightSharing,
 )
+from kfac_optim.distributed.stages import PipelineStages
 from kfac_optim.specs import Sketched
 
 CLASSES = 7
@@ -287,6 +289,24 @@ def spoilt_without_end(device: str, limit: int) -> str:
     return "none"
 
 
+# -- stages of a pipeline ------------------------------------------------------------------------------------------
+
+
+class _Alone:
+    """Takes the place of what sends sums between stages."""
+
+    def all_reduce(self, _: str, sums: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: sums)
+
+
+def sums_of_stages(device: str) -> None:
+    """Add up numbers of the device and of the host over stages, as an adaptive trust region does."""
+    stages = PipelineStages.__new__(PipelineStages)
+    stages._communicator = lambda _: _Alone()  # type: ignore[assignment, method-assign, return-value]
+    ones = torch.ones(2, device=device)
+    stages.sums([ones[0], 0.5, 3], ones)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found: dict[str, Any] = {"cases": {}, "spoilt": {}, "probes": {}}
@@ -305,4 +325,7 @@ if __name__ == "__main__":
             found["spoilt"][name] = spoilt_step(value, NAME, watch.waits, step_size=TrustRegion())
     with Watch():
         found["without end"] = spoilt_without_end(NAME, limit=3)
+    with Watch() as watch:
+        sums_of_stages(NAME)
+        found["stages"] = watch.waits
     json.dump(found, sys.stdout)
