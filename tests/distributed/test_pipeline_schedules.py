@@ -152,10 +152,12 @@ def trained(
         options: of the optimizer, beside OPTIONS.
         decays: what multiplies the rate of each stage at each step.
         stated: the terms of the loss, which the first stage is not told.
-        unfrozen: the step from which on the first weight is trained.
+        unfrozen: the step from which on a further layer at the front is trained; 0 is without one.
     """
     model = net()
-    parts = [model[:2], model[2:]] if number is None else [(model[:2], model[2:])[number]]
+    if unfrozen:
+        model.insert(0, nn.Linear(4, 4).double())
+    parts = [model[:-1], model[-1:]] if number is None else [(model[:-1], model[-1:])[number]]
     config = None
     if number is not None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
@@ -171,7 +173,7 @@ def trained(
         optimizer.zero_grad()
         x, y = batch(step)
         if number != 1:
-            parts[0].get_parameter("0.weight").requires_grad_(step >= unfrozen)
+            parts[0][0].requires_grad_(step >= unfrozen)
         if stated is not None and number != 0:
             optimizer.set_loss_terms(stated)
         if number is None:

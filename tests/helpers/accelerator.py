@@ -112,9 +112,10 @@ class Watch(TorchDispatchMode):
             _setup_privateuseone_for_python_backend(NAME)
         self._threads.__enter__()  # a backward then runs here, where this mode is, not on a thread of the device
         # These ask the device itself, past all modes.
-        generator, tensor = torch.Generator, torch.tensor
+        generator = torch.Generator
         self._patch.setattr(torch, "Generator", lambda _="cpu": generator("cpu"))
-        self._patch.setattr(torch, "tensor", functools.partial(self._tensor, tensor))
+        for make in (torch.tensor, torch.as_tensor):
+            self._patch.setattr(torch, make.__name__, functools.partial(self._tensor, make))
         Watch._current = self
         super().__enter__()
         return self
@@ -128,8 +129,8 @@ class Watch(TorchDispatchMode):
         self._threads.__exit__(kind, error, trace)
 
     def _tensor(self, make: Callable[..., Tensor], data: Any, *, device: Any = None, **options: Any) -> Tensor:
-        """`torch.tensor`, which builds on the host and copies from there."""
-        if device is None or torch.device(device).type != NAME:
+        """`torch.tensor`, or `torch.as_tensor` of numbers, which builds on the host and copies from there."""
+        if device is None or torch.device(device).type != NAME or isinstance(data, Tensor):
             return make(data, device=device, **options)
         self.note("torch.tensor")
         return PretendedTensor(make(data, **options))

@@ -219,6 +219,7 @@ PROBES: dict[str, tuple[Callable[[Tensor], Any], str | None]] = {
     "copy to the device": (lambda _: torch.ones(2).to(NAME), "copy"),
     "copy into": (lambda x: x.copy_(torch.ones(3, 3)), "copy"),
     "torch.tensor": (lambda _: torch.tensor([1.0], device=NAME), "torch.tensor"),
+    "torch.as_tensor": (lambda _: torch.as_tensor(1.0, device=NAME), "torch.tensor"),
     "where on the host": (lambda x: torch.where(torch.tensor(True), x, x), "where"),
     "eigh": (lambda x: torch.linalg.eigh(x), "_linalg_eigh"),
     "cholesky": (lambda x: torch.linalg.cholesky(x + 9 * torch.eye(3, device=NAME)), "_linalg_check_errors"),
