@@ -282,6 +282,7 @@ class KFACOptimizer(JoinableOptimizer):
         if isinstance(distributed, DistributedConfig) and distributed.pipeline is not None:
             check_stage_choices(choices)
             self._executor.stages = PipelineStages(distributed.pipeline, distributed.timeout)
+            self._window.tally.tells = self._executor.stages.is_last
         executor = self._executor
         self._record: engine.StepRecord | None = None
         self._shows_state = self._publishes = False

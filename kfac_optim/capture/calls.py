@@ -156,7 +156,7 @@ class Ledger:
         """
         if in_backward() or not (self._open or self.tally.has_counted()):
             return
-        # On a step without statistics the terms of a summed loss are counted, and no layer says that it had a gradient.
+        # On a step without statistics terms may be counted, and no layer says that it had a gradient.
         watches = [call._watch() for call in self._open] if self._open else self._watches
         if all(watch is not None and watch.has_lost_gradient() for watch in watches):
             self.mark_stale()

@@ -125,6 +125,7 @@ class LossTally:
         repeated: whether one has come through a call of the criterion that had one before.
         criterion: the calls of criteria, which have a lifetime of their own: `reset` leaves them.
         observed: what the training loop has observed since the last step.
+        tells: whether this process tells the terms to other stages of a pipeline, as its last.
         of_last_stage: the terms that the last stage of a pipeline has told this one; None where it has told none.
     """
 
@@ -135,6 +136,7 @@ class LossTally:
         self._stated: float | Tensor | None = None
         self._is_superseded = False
         self.criterion = CriterionCalls()
+        self.tells = False
         self.reset()
 
     def name_loss(self, *, mean: bool) -> None:
@@ -145,6 +147,11 @@ class LossTally:
     def is_sum(self) -> bool:
         """Return whether the loss is a sum, which has no number of terms."""
         return self._rule is LossTerms.SUM
+
+    @property
+    def counts_always(self) -> bool:
+        """Return whether terms are counted at steps without statistics too: another stage may take some at any step."""
+        return self.is_sum or (self.tells and self._rule not in _BY_INPUT)
 
     def next_draw(self) -> int:
         """Return the number of a draw of random targets, counted since the last step or dropped gradient."""

@@ -120,7 +120,7 @@ class Roots:
 class OutputPass:
     """Is called as a hook on an output of the model, and tells the ledger of every backward through it.
 
-    It counts the terms of a summed loss on the steps without statistics, when no layer tells.
+    It counts the terms on the steps without statistics, when no layer tells; see `LossTally.counts_always`.
 
     Args:
         ledger: the ledger; held weakly.

@@ -194,11 +194,11 @@ class _RootHooks:
                 window.recorder.end(root, kwargs, output)
             if window.estimate is not None:
                 window.estimate(root, window.roots.take_expected(), output)
-                window.await_sum(root, output)
+                window.await_terms(root, output)
                 return
         if not in_function_transform():  # otherwise the batch is not seen here, but by the layers
             root.terms = read_terms(window.rule, (args, kwargs), output)
-        window.await_sum(root, output)
+        window.await_terms(root, output)
         if root.recomputes and torch.is_grad_enabled():
             window.roots.await_backward(root, output)
 
@@ -207,8 +207,8 @@ class _RootHooks:
             _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
             terms = _terms_in_graph(window, inputs, output)
             window.graphs.tape.end(-1 if terms is None else terms)
-        elif window.tally.is_sum:
-            window.await_sum_in_graph(self._number, _terms_in_graph(window, inputs, output), output)
+        elif window.tally.counts_always:
+            window.await_terms_in_graph(self._number, _terms_in_graph(window, inputs, output), output)
 
 
 def _terms_in_graph(window: CaptureWindow, inputs: Any, output: Any) -> int | None:  # pragma: traced

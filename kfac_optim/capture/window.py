@@ -326,13 +326,13 @@ class CaptureWindow(Ledger):
             self.notice_what_is_gone()
         self.listener.look()
 
-    def await_sum(self, root: RootCall, output: Any) -> None:
-        """Count the terms of a summed loss when a backward comes to the model's output, also on ordinary steps."""
-        if self.tally.is_sum and root.terms is not None and torch.is_grad_enabled():
+    def await_terms(self, root: RootCall, output: Any) -> None:
+        """Count terms when a backward comes to the model's output, where those of ordinary steps count as well."""
+        if self.tally.counts_always and root.terms is not None and torch.is_grad_enabled():
             on_output_gradients(output, OutputPass(self, root))
 
-    def await_sum_in_graph(self, model: int, terms: int | None, output: Any) -> None:  # pragma: traced
-        """Do what `await_sum` does for a forward that is being traced."""
+    def await_terms_in_graph(self, model: int, terms: int | None, output: Any) -> None:  # pragma: traced
+        """Do what `await_terms` does for a forward that is being traced."""
         if terms is not None and not traces_without_effects():
             call = self.graphs.tape.run(model, terms)
             for tensor in outputs_with_gradient(output):
