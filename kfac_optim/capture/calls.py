@@ -100,9 +100,9 @@ class Ledger:
         return count
 
     def so_far(self) -> LossCount | None:
-        """Return the terms as if the step came now; None if further layers may show others."""
+        """Return the terms as if the step came now; None if further layers may show others, or another stage tell."""
         count = self.tally.result()
-        return None if count.assumed else count
+        return None if count.assumed or self.tally.awaits_told() else count
 
     def pass_through(self, root: RootCall, *, in_graph: bool) -> None:
         """Note that a backward goes through the output of a forward of the model, whose layers may not be captured.

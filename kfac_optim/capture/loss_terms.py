@@ -127,6 +127,7 @@ class LossTally:
         observed: what the training loop has observed since the last step.
         tells: whether this process tells the terms to other stages of a pipeline, as its last.
         of_last_stage: the terms that the last stage of a pipeline has told this one; None where it has told none.
+        is_told_others: whether those that it told at the last step with statistics were not those counted here.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -136,7 +137,7 @@ class LossTally:
         self._stated: float | Tensor | None = None
         self._is_superseded = False
         self.criterion = CriterionCalls()
-        self.tells = False
+        self.tells = self.is_told_others = False
         self.reset()
 
     def name_loss(self, *, mean: bool) -> None:
@@ -270,6 +271,16 @@ class LossTally:
         if self.is_sum or self._stated is not None:
             return self._stated
         return None if self._rule in _BY_INPUT else self._most()[0] or None
+
+    def take(self, told: float | None) -> None:
+        """Take the terms that the last stage of a pipeline tells at the step."""
+        self.of_last_stage = told
+        if self.has_counted():
+            self.is_told_others = told not in (None, self._most()[0])
+
+    def awaits_told(self) -> bool:
+        """Return whether the terms will be others once the last stage has told them, as far as is known."""
+        return self.is_told_others and self.of_last_stage is None and self._stated is None
 
     def result(self) -> LossCount:
         """Return the terms so far."""

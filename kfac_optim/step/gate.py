@@ -125,7 +125,7 @@ class Gate:
             finite=is_finite, summed=tally.summed(), terms=tally.told(), kl_clip=kl_clip, device=device
         )
         if not stages.is_last:
-            tally.of_last_stage = terms
+            tally.take(terms)
             self.warnings.untold_terms(tally.counted(), self.window.rule)
         agreement = self.executor.agree(
             Trained(self.binding.coverage.blocks, params, names),
