@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
@@ -127,7 +128,8 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
 
     Without a launcher nothing is formed: the program runs alone, as it would without this call. There may be a process
     group already, and no launcher that has left all of its variables, as under `torch.multiprocessing.spawn`. Then the
-    group says the place, and the local rank is LOCAL_RANK, or where that is missing the rank, as on one machine.
+    group says the place, and the local rank is LOCAL_RANK, or where that is missing the rank, as on one machine. A
+    group that there is needs no address: where the launcher has left none, that of this machine stands for it.
 
     Args:
         backend: the backend, as for `torch.distributed.init_process_group`; None takes gloo for the CPU and NCCL for
@@ -283,10 +285,14 @@ def _place_in_group(environ: Mapping[str, str]) -> ProcessPlace:
         RuntimeError: a launcher has left another.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
-        place = find_place(environ)
-    except ValueError:  # variables that do not say a place do not contradict the group
-        place = find_place({})
+    usual = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_PORT)}
+    given = {name: value for name, value in environ.items() if value}
+    place = find_place({})
+    # A launcher that has left no address may say the place all the same, and a group that there is needs no address.
+    for variables in (environ, usual | given):
+        with suppress(ValueError):  # variables that do not say a place do not contradict the group
+            place = find_place(variables)
+            break
     if place.launcher is Launcher.NONE:
         local_rank = environ.get("LOCAL_RANK", "")
         return replace(
