@@ -73,8 +73,10 @@ class PipelineStages(Stages):
             own: sums over this stage, numbers or tensors on the device of the model.
             slopes: more of them, `[n]`.
         """
-        tensors = [torch.as_tensor(each, dtype=torch.float64, device=slopes.device) for each in own]
-        mine = torch.stack([*tensors, *slopes.double()])
+        # To copy a number to an accelerator waits for what is queued there, to fill a tensor with it does not.
+        wide = slopes.double()
+        tensors = [each.to(wide) if isinstance(each, Tensor) else wide.new_full((), each) for each in own]
+        mine = torch.stack([*tensors, *wide])
         return scalars(self._communicator(mine.device).all_reduce("trust region", mine).wait())
 
     def _communicator(self, device: torch.device) -> Communicator:

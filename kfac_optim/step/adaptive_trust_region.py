@@ -95,7 +95,9 @@ class AdaptiveTrustRegion(StepSize):
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
         # A schedule changes all rates between the steps that are compared, and what is remembered is free of them.
         # It is one number for all stages of a pipeline, as slopes are: otherwise their regions would part for good.
-        rate = chosen(groups > 0, quotient(rates, groups), _mean_rate(proposal.groups, decrease))
+        rate = quotient(rates, groups)
+        if isinstance(groups, Tensor) or groups == 0:  # nothing moves; of a tensor the host does not know it
+            rate = chosen(groups > 0, rate, _mean_rate(proposal.groups, decrease))
         multiplier = follow(multiplier, slope_ratio(quotient(slope, rate), slope_before), held > 0)
         size = exponential(multiplier)
         kl_clip, longest = proposal.kl_clip * size * size, bounded(size, least=1.0)
