@@ -1,12 +1,15 @@
 """Whether several processes train together, as the user or the process group says."""
 
+import copy
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.utils.text import without_addresses
+from kfac_optim.utils.validation import plain_number
 
 
 def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | None:
@@ -46,7 +49,24 @@ def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | 
 def described(choices: Mapping[str, Any]) -> dict[str, str]:
     """Return the arguments of an optimizer by name, in words that are the same wherever the arguments are."""
     return {
-        f"argument {name}": without_addresses(repr(value))
+        f"argument {name}": without_addresses(repr(plain(value)))
         for name, value in choices.items()
         if name != "distributed"  # agreed upon with the plan
     }
+
+
+def plain(value: Any) -> Any:
+    """Return a number, or a choice with its numbers, in the one kind that has its words.
+
+    numpy's 1.0, Python's 1.0 and 1 are equal on all ranks.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for each in fields(value):
+            if each.repr:
+                object.__setattr__(made, each.name, plain(getattr(value, each.name)))
+        return made
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    number = plain_number(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number

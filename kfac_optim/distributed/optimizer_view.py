@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.distributed.choice import plain
 from kfac_optim.distributed.statistics.overlap import Terms
 from kfac_optim.fisher.estimates import Estimate, NamedLoss
 from kfac_optim.step.step_size import StepSize
-from kfac_optim.utils.validation import plain_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class OptimizerView:
 
     def arguments(self) -> Mapping[str, str]:
         """Return the optimizer's arguments by name, as they are now; they must be the same on all ranks."""
-        numbers = {name: repr(_plain(value)) for name, value in self._numbers() if not isinstance(value, Tensor)}
+        numbers = {name: repr(plain(value)) for name, value in self._numbers() if not isinstance(value, Tensor)}
         return {**self.choices, **numbers}
 
     def tensors(self) -> Mapping[str, str]:
@@ -73,9 +73,3 @@ class OptimizerView:
             for name, value in group.items():
                 if name not in ("params", "param_names"):
                     yield f"{name} of param group {number}", value
-
-
-def _plain(value: Any) -> Any:
-    """Return a number in the one kind that has its words: numpy's 1.0, Python's 1.0 and 1 are equal on all ranks."""
-    number = plain_number(value)
-    return int(number) if isinstance(number, float) and number.is_integer() else number
