@@ -138,6 +138,7 @@ class LossTally:
         self._is_superseded = False
         self.criterion = CriterionCalls()
         self.tells = self.is_told_others = False
+        self.of_last_stage: float | None = None
         self.reset()
 
     def name_loss(self, *, mean: bool) -> None:
@@ -332,6 +333,6 @@ class LossTally:
         self.observed: list[Observation] = []
         self.by_criterion = self.by_output = self.repeated = False
         self._is_superseded = False
-        self.of_last_stage: float | None = None
+        self.of_last_stage = None
         self._stated = None
         self._draws = 0

@@ -68,5 +68,7 @@ def plain(value: Any) -> Any:
         return made
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
     number = plain_number(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.distributed.choice import plain
 from kfac_optim.distributed.communication.consensus import Ballot, vote
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
@@ -53,7 +54,7 @@ class PlanAgreement:
     """
 
     def __init__(self, config: DistributedConfig, ranks: TrainingGroup, optimizer: OptimizerView) -> None:
-        self._config = config
+        self._config: DistributedConfig = plain(config)
         self._ranks = ranks
         self._optimizer = optimizer
         self.plan: Plan | None = None
@@ -228,7 +229,7 @@ def _layout(trained: Trained, grid: Grid) -> tuple[list[Covered | Uncovered], di
             taken.add(name)
             model[name] = Uncovered(name, param.numel())
             held[name] = (param,)
-    return list(model.values()), held
+    return [plain(each) for each in model.values()], held
 
 
 def _shards(block: KFACBlock, grid: Grid) -> tuple[int, ...]:

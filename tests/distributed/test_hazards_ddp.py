@@ -25,12 +25,14 @@ from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import (
     Background,
+    BlockDiagonal,
     ExactGGN,
     IterateAverage,
     KFACOptimizer,
     LevenbergMarquardt,
     MonteCarlo,
     QuadraticModel,
+    Structure,
     Together,
 )
 from kfac_optim.blocks.shadow import make_shadow
@@ -835,8 +837,10 @@ def test_a_learning_rate_that_one_rank_changes_is_told(two_ranks: Ranks) -> None
 
 def equal_numbers_of_other_kinds(rank: int) -> list[float]:
     """What one rank has computed, and the other was told."""
-    average = IterateAverage(eta=(8, np.float64(8.0))[rank])
-    training = Training(rank, strategy=Replicated(), flags={}, average=average)
+    average, width = IterateAverage(eta=(8, np.float64(8.0))[rank]), (2, np.int64(2))[rank]
+    structure = {"hidden": (BlockDiagonal(width), Structure.DENSE)}
+    strategy = Replicated((1, 1.0)[rank])
+    training = Training(rank, strategy=strategy, flags={}, average=average, structure=structure)
     training.run(plain, range(3))
     training.optimizer.param_groups[0].update(lr=(1, np.float64(1.0))[rank], weight_decay=(0, 0.0)[rank])
     training.run(plain, range(3, 5))
