@@ -138,7 +138,12 @@ class Metrics(dict[str, float]):
 
 _UNREAD: Any = object()
 _FLAT = 2.0  # an inverse whose condition number is at most so much turns the gradient hardly at all
-_DERIVED = {"inner": "cosine", "direction_square": "direction_norm", "gradient_square": "gradient_norm"}
+_DERIVED = {
+    "inner": "cosine",
+    "direction_square": "direction_norm",
+    "gradient_square": "gradient_norm",
+    "bounded_square": "direction_norm",
+}
 
 
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,12 +252,15 @@ def _merged(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
         before = merged.get(name, 0.0)
         merged[name] = max(before, number) if name.startswith(("condition", "cutoff")) else before + number
     if "inner" in merged:
-        inner, direction, gradient = (merged.pop(name) for name in _DERIVED)
+        inner, direction, gradient = (merged.pop(name) for name in ("inner", "direction_square", "gradient_square"))
+        bounded = merged.pop("bounded_square", direction)
         norms = math.sqrt(direction * gradient)
         merged |= {
             "cosine": inner / norms if norms > 0 else math.nan,
             "gradient_norm": math.sqrt(gradient),
-            "direction_norm": merged.get("trust_region_scale", 1.0) * math.sqrt(direction),
+            "direction_norm": math.hypot(
+                merged.get("trust_region_scale", 1.0) * math.sqrt(bounded), math.sqrt(max(0.0, direction - bounded))
+            ),
         }
     return merged
 

@@ -178,22 +178,29 @@ class DerivativeUses:
     def _is_one_example(self, layer_input: Tensor, root: RootCall | None, block: KFACBlock) -> bool:
         """Return whether a `torch.vmap` in the forward of the model hands a layer examples one by one.
 
-        It may run over the positions of the whole batch as well. What tells is the batch that the model was handed.
+        It may run over the positions of the whole batch as well.
         """
         if root is None or root.is_mapped or (slices := mapped_size(layer_input)) is None:
             return False
-        rows = layer_input.size(0)
-        matters = block.joins_uses or block.spec.weight_sharing is WeightSharing.REDUCE
-        if (slices == root.handed) == (rows == root.handed) and matters and block.name not in self._unclear:
+        rows, handed = layer_input.size(0), root.handed
+        of_slices, of_rows = slices in handed, rows in handed
+        is_single = root.maps_examples(slices, rows)
+        is_clear = of_slices != of_rows
+        if handed and not (of_slices or of_rows):  # heads, for one, may be folded into the batch
+            is_clear = slices % handed[0] != 0 == rows % handed[0]
+        spec, inverse = block.spec, block.inverse
+        matters = block.joins_uses or spec.weight_sharing is WeightSharing.REDUCE or inverse.squares_examples
+        if not is_clear and matters and block.name not in self._unclear:
             self._unclear.add(block.name)
+            found = f"tensors of {', '.join(map(str, handed))} rows" if handed else "no tensor"
+            order = "; or hand the model the batch first" if of_slices and slices != rows else ""
             warn(
                 f"kfac_optim: layer {block.name!r} is called within torch.vmap, on {slices} inputs of {rows} rows, and "
                 "it cannot be told whether the inputs or the rows are the examples, as the model was handed "
-                f"{root.handed}. Its factors take the {'inputs' if slices == root.handed else 'rows'} for them. Call "
-                "the layer on the whole batch, or map the whole model, torch.vmap(model)(x); or list the layer in "
-                "skip_layers."
+                f"{found}. Its factors take the {'inputs' if is_single else 'rows'} for them. Call the layer on the "
+                f"whole batch, or map the whole model, torch.vmap(model)(x){order}; or list the layer in skip_layers."
             )
-        return slices == root.handed
+        return is_single
 
 
 @dataclass(frozen=True, slots=True)

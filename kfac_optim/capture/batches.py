@@ -33,6 +33,11 @@ def tensors_in(structure: Any) -> Iterator[Tensor]:
             yield from tensors_in(_inside(leaf))
 
 
+def first_dimensions(structure: Any) -> tuple[int, ...]:
+    """Return the first dimensions of the tensors of a structure in their order, but for empty ones and scalars."""
+    return tuple(tensor.size(0) for tensor in tensors_in(structure) if tensor.dim() and tensor.size(0))
+
+
 def _inside(leaf: object) -> list[Any]:
     """Return what a container holds that torch's pytrees do not look into."""
     if isinstance(leaf, Mapping):

@@ -49,6 +49,8 @@ class Drawn(NamedTuple):
     column: int = 0
     examples: int | None = None
     residual: Tensor | None = None
+    told_apart: bool = True
+    rounding: float = 0.0
 
 
 class Ledger:

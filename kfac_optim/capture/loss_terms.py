@@ -53,7 +53,8 @@ class RootCall:
         number: the number of the forward among those since the last step.
         by_criterion: whether what the criterion reads was computed from it, so that its own output does not count.
         is_mapped: whether the outermost `torch.vmap` at work in it runs over what the model was handed.
-        handed: the first dimension of what the model was handed; None where that is not known.
+        handed: the first dimensions of the tensors that the model was handed, but for empty ones; none where that is
+            not known.
     """
 
     model: int
@@ -67,7 +68,18 @@ class RootCall:
     unbatched: bool = False
     recomputes: bool = False
     is_mapped: bool = False
-    handed: int | None = None
+    handed: tuple[int, ...] = ()
+
+    def maps_examples(self, slices: int, rows: int) -> bool:
+        """Return whether a `torch.vmap` in the forward runs over the examples, and not over what each of them has.
+
+        What tells is which of the two the model was handed; where that is both, which one came first.
+
+        Args:
+            slices: how many slices it runs over.
+            rows: the first dimension of a slice.
+        """
+        return slices in self.handed and (rows not in self.handed or slices in (rows, self.handed[0]))
 
     def note_examples(self, examples: int | None) -> None:
         """Note that a layer in the call was handed a batch, or (None) a single example without a batch dimension."""
@@ -127,7 +139,7 @@ class LossTally:
         observed: what the training loop has observed since the last step.
         tells: whether this process tells the terms to other stages of a pipeline, as its last.
         of_last_stage: the terms that the last stage of a pipeline has told this one; None where it has told none.
-        is_told_others: whether those that it told at the last step with statistics were not those counted here.
+        told_differs: whether the terms that it told at the last step with statistics were not those counted here.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -137,7 +149,7 @@ class LossTally:
         self._stated: float | Tensor | None = None
         self._is_superseded = False
         self.criterion = CriterionCalls()
-        self.tells = self.is_told_others = False
+        self.tells = self.told_differs = False
         self.of_last_stage: float | None = None
         self.reset()
 
@@ -277,11 +289,11 @@ class LossTally:
         """Take the terms that the last stage of a pipeline tells at the step."""
         self.of_last_stage = told
         if self.has_counted():
-            self.is_told_others = told not in (None, self._most()[0])
+            self.told_differs = told not in (None, self._most()[0])
 
     def awaits_told(self) -> bool:
         """Return whether the terms will be others once the last stage has told them, as far as is known."""
-        return self.is_told_others and self.of_last_stage is None and self._stated is None
+        return self.told_differs and self.of_last_stage is None and self._stated is None
 
     def result(self) -> LossCount:
         """Return the terms so far."""

@@ -37,7 +37,7 @@ class Roots:
         """Return whether a forward of the model is running."""
         return bool(self._under_way)
 
-    def enter(self, model: int, *, is_mapped: bool = False, handed: int | None = None) -> None:
+    def enter(self, model: int, *, is_mapped: bool = False, handed: tuple[int, ...] = ()) -> None:
         """Note that a forward of the model with this identity begins; if it calls itself only the outermost counts."""
         self._stand_in = None
         if self._under_way:

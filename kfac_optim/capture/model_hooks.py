@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from kfac_optim.capture.batches import examples_of, first_tensor
+from kfac_optim.capture.batches import examples_of, first_dimensions, first_tensor
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import read_terms, read_terms_of_inputs
 from kfac_optim.capture.model_calls import outermost_call
@@ -177,8 +177,8 @@ class _RootHooks:
                 if window.recorder is not None:
                     window.recorder.begin(model, args, kwargs)
             is_handed_slices = in_function_transform() and any(map(is_mapped, _tensors((args, kwargs))))
-            first = None if window.idle.on else first_tensor((args, kwargs))
-            window.roots.enter(id(model), is_mapped=is_handed_slices, handed=None if first is None else first.size(0))
+            handed = () if window.idle.on else first_dimensions((args, kwargs))
+            window.roots.enter(id(model), is_mapped=is_handed_slices, handed=handed)
 
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window = self._window()

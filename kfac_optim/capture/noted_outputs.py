@@ -17,7 +17,7 @@ from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.weight_uses import Noted
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.utils.autograd import Function, in_function_transform, mapped
+from kfac_optim.utils.autograd import Function, in_function_transform, mapped, mapped_size
 
 Read = Callable[[Tensor, Tensor | None], tuple[Tensor, int | None, tuple[int, ...]]]
 """Called with output and input of a layer as they are below all transforms, where each `torch.vmap` has put a dimension
@@ -54,11 +54,14 @@ def note_below(
     Returns:
         What stands for `output` from now on.
     """
-    root = window.roots.current()
+    root, place = window.roots.current(), 0
     if root is None or root.is_mapped:
         output, layer_input = mapped(output), layer_input if layer_input is None else mapped(layer_input)
+    elif layer_input is not None and layer_input.dim() and (slices := mapped_size(layer_input)) is not None:
+        rows = layer_input.size(0)
+        place = int(rows in root.handed and not root.maps_examples(slices, rows))
     held = weakref.ref(window), weakref.ref(watch)
-    return _NotedOutput.of(output, layer_input, partial(_note, *held, root, read, training))
+    return _NotedOutput.of(output, layer_input, partial(_note, *held, root, read, training), place)
 
 
 def _read_lookup(_: Tensor, ids: Tensor | None) -> tuple[Tensor, int | None, tuple[int, ...]]:
@@ -83,30 +86,35 @@ def _note(
 
 
 class _NotedOutput(Function):
-    """Gives the output of a layer again, and has its gradient noted below all transforms of `torch.func`."""
+    """Gives the output of a layer again, and has its gradient noted below all transforms of `torch.func`.
+
+    Each `torch.vmap` puts its dimension at `place`: 1 where it runs over what each example has, and examples are rows.
+    """
 
     generate_vmap_rule = False
 
     @classmethod
-    def of(cls, output: Tensor, layer_input: Tensor | None, note: Callable[[Tensor, Tensor | None], Noted]) -> Tensor:
-        result: Tensor = cls.apply(output, layer_input, note)  # type: ignore[no-untyped-call]
+    def of(
+        cls, output: Tensor, layer_input: Tensor | None, note: Callable[[Tensor, Tensor | None], Noted], place: int
+    ) -> Tensor:
+        result: Tensor = cls.apply(output, layer_input, note, place)  # type: ignore[no-untyped-call]
         return result
 
     @staticmethod
-    def forward(output: Tensor, _: Tensor | None, __: Any) -> Tensor:
+    def forward(output: Tensor, *_: Any) -> Tensor:
         return output.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
-        output, layer_input, note = inputs
+        output, layer_input, note, _ = inputs
         ctx.set_materialize_grads(False)
         ctx.kfac_call, ctx.arrive = (None, None) if in_function_transform() else note(output, layer_input)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         if gradient is not None and ctx.arrive is not None:
             ctx.arrive(gradient)
-        return gradient, None, None
+        return gradient, None, None, None
 
     @staticmethod
     def jvp(_: Any, tangent: Tensor | None, *__: Any) -> Tensor | None:
@@ -114,10 +122,10 @@ class _NotedOutput(Function):
 
     @staticmethod
     def vmap(
-        _: Any, in_dims: tuple[int | None, ...], output: Tensor, layer_input: Tensor | None, note: Any
+        _: Any, in_dims: tuple[int | None, ...], output: Tensor, layer_input: Tensor | None, note: Any, place: int
     ) -> tuple[Tensor, int]:
-        of_output, of_input, _ = in_dims
+        of_output, of_input, *_ = in_dims
         assert of_output is not None, "what torch.vmap runs over in the input it runs over in the output"
         if layer_input is not None and of_input is not None:
-            layer_input = layer_input.movedim(of_input, 0)
-        return _NotedOutput.of(output.movedim(of_output, 0), layer_input, note), 0
+            layer_input = layer_input.movedim(of_input, place)
+        return _NotedOutput.of(output.movedim(of_output, place), layer_input, note, place), place

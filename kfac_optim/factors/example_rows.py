@@ -51,6 +51,7 @@ class ExampleRows:
         residual: `s` `[examples]`, as in `LayerCall`.
         uses: `z` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]` of each use; the batch is a
             multiple of the examples, whose rows lie together.
+        told_apart: whether it is known which rows of all uses belong to one example.
         layer: its name, for messages.
         used: whether a gradient that is not exactly zero has come to any row; a tensor `[]` where only the device can
             tell.
@@ -59,6 +60,7 @@ class ExampleRows:
     examples: int | None = None
     residual: Tensor | None = None
     uses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    told_apart: bool = True
     layer: str = ""
     used: bool | Tensor = False
 
@@ -74,7 +76,7 @@ class ExampleRows:
             ValueError: a use has rows that cannot be told apart by examples.
         """
         count = self.count
-        if any(z.shape[1] % count for z, _ in self.uses):
+        if not self.told_apart or any(z.shape[1] % count for z, _ in self.uses):
             batches = sorted({z.shape[1] for z, _ in self.uses})
             raise ValueError(
                 f"kfac_optim: the loss has {count} examples, and calls of layer {self.layer!r} have "
@@ -112,7 +114,7 @@ class RowsByTerm:
 
     Attributes:
         terms: the rows, by term and column.
-        rounding: the largest of `rounding_of_products` of the gradients that they came with.
+        rounding: the largest relative rounding of the gradients that they came with, and of those behind them.
     """
 
     def __init__(self, layer: str) -> None:
@@ -148,11 +150,13 @@ class RowsByTerm:
             if index is not None and index.numel() < z.shape[1]:  # the loss reads a part of the batch
                 z, g = z[:, index.flatten()], g[:, index.flatten()]
         rows.uses.append((g, z) if stats.opposed else (z, g))
+        rows.told_apart &= call.told_apart
         if not on_host(call.gradient):
             rows.used = rows.used | call.gradient.any()
         elif not rows.used:
             rows.used = bool(call.gradient.any())
-        self.rounding = max(self.rounding, rounding_of_products(call.gradient.dtype, call.gradient.device.type))
+        own = rounding_of_products(call.gradient.dtype, call.gradient.device.type)
+        self.rounding = max(self.rounding, own, call.rounding)
 
     def clear(self) -> None:
         self.terms.clear()

@@ -48,5 +48,9 @@ class LayerCall:
     residual: Tensor | None = None
     """`s` `[examples]` of this term and column, with the loss's gradient `Σ s J` over examples and columns, where `J`
     is the derivative that the rows make up; None where it is unknown."""
+    told_apart: bool = True
+    """Whether it is known which examples the rows belong to, where other calls of the term have rows of the same."""
+    rounding: float = 0.0
+    """The largest relative rounding of the gradients that this one was made of, as far as it is known."""
     is_last: bool = False
     """Whether no other backward comes through the call before the step, as its graph is not retained."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +11,22 @@ from kfac_optim.capture.calls import Drawn, ForwardCall
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.factors.example_rows import rows_of_examples
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
-from kfac_optim.utils.precision import at_least_float32, rounding_of_products
+from kfac_optim.utils.precision import at_least_float32, largest_rounding
 from kfac_optim.utils.sharded_params import whole
 
 # Rounding errors that are allowed for where few bits are kept, in units of the coarsest dtype that took part.
 _ROUNDINGS = 16
+
+
+class Chunk(NamedTuple):
+    """Says which examples of a term a forward of the model has, where each has a part of the batch."""
+
+    number: int
+    """Forwards of other numbers have other examples."""
+    examples: int
+    """How many these are."""
+    told_apart: bool = True
+    """Whether it is known which other forwards have the same."""
 
 
 @dataclass(eq=False)
@@ -100,8 +112,7 @@ class CriterionTerm:
             residuals: `s`, `[columns, examples]`.
         """
         # What is narrow after a layer, as under autocast, rounds the gradients of those before it as well.
-        kinds = {(part.dtype, part.device.type) for part in gradients if part is not None}
-        rounding = _ROUNDINGS * max((rounding_of_products(*kind) for kind in kinds), default=0.0)
+        rounding = _ROUNDINGS * largest_rounding(gradients)
         for place, part in enumerate(gradients):
             if part is None:
                 continue
@@ -149,32 +160,55 @@ class CriterionTerm:
             changes.append(self.weighed(torch.stack(parts).sum(0)))
         return changes
 
-    def chunks(self, calls: Sequence[ForwardCall]) -> dict[RootCall | None, int] | None:
-        """Number the forwards of the model that have some of the examples each, as where a loop goes over chunks.
+    def chunks(self, calls: Sequence[ForwardCall]) -> dict[RootCall | None, Chunk]:
+        """Return the forwards of the model that have some of the examples each, as where a loop goes over chunks.
 
-        A forward is taken to have as many examples as the fewest rows that any call in it has.
+        There are none where no forwards have examples of their own. Examples of several forwards are not told apart
+        where each chunk has several, or where others have the whole batch.
 
         Args:
-            calls: of layers that the term comes to.
-
-        Returns:
-            The numbers; empty where no forwards have examples of their own, and None where each chunk has several
-            forwards, so that it is not known which of them belong together.
+            calls: the calls of layers that the term comes to.
         """
         batches: dict[RootCall | None, int] = {}
         for call in calls:
             if batch := call.batch():
                 batches[call.root] = min(batch, batches.get(call.root, batch))
-        rounds, left = divmod(sum(batches.values()), self.examples) if self.examples else (0, 0)
-        if rounds == 0 or left or max(batches.values()) >= self.examples:
+        has = {root: self._examples_of(root, fewest) for root, fewest in batches.items()}
+        some = [examples for examples in has.values() if examples < self.examples]
+        rounds, left = divmod(sum(some), self.examples) if self.examples else (0, 0)
+        if rounds == 0 or left:
             return {}
-        return {root: number for number, root in enumerate(batches)} if rounds == 1 else None
+        if rounds == 1 and len(some) == len(has):
+            return {root: Chunk(number, examples) for number, (root, examples) in enumerate(has.items())}
+        return {root: Chunk(0, self.examples, examples >= self.examples) for root, examples in has.items()}
 
-    def drawn(self, column: int, residuals: Tensor | None, *, told_apart: bool = True) -> Drawn:
-        """Say where a gradient comes from; if its rows are not told apart by examples, whoever needs that refuses."""
-        if residuals is None:
-            return Drawn(self.number, column, None if told_apart else self.examples, None)
-        return Drawn(self.number, column, self.examples, residuals[column])
+    def _examples_of(self, root: RootCall | None, fewest: int) -> int:
+        """Return how many examples a forward has: those that the model was handed, or the fewest rows of its calls.
+
+        Args:
+            root: the forward.
+            fewest: the fewest rows that any call in it has; several may be of one example.
+        """
+        handed = () if root is None or root.is_mapped else root.handed
+        if self.examples in handed:
+            return self.examples
+        return max((size for size in handed if fewest % size == 0), default=fewest)
+
+    def drawn(self, column: int, residuals: Tensor | None, chunk: Chunk | None, columns: int) -> Drawn:
+        """Say where a gradient comes from; if its rows are not told apart by examples, whoever needs that refuses.
+
+        Args:
+            column: the column of `B`.
+            residuals: `s`, `[columns, examples]`; None where it is unknown.
+            chunk: which examples the forward has; None where these are no part of the batch, or it is not known.
+            columns: how many columns `B` has.
+        """
+        if residuals is not None:
+            return Drawn(self.number, column, self.examples, residuals[column])
+        if chunk is None:
+            return Drawn(self.number, column)
+        # Examples of other forwards are others: their gradients are columns of their own.
+        return Drawn(self.number, column + chunk.number * columns, chunk.examples, None, chunk.told_apart)
 
     def weight(self, like: Tensor) -> Tensor:
         """Return `f_c/M_c`, 0 where `factor` is negative; on the device of another tensor.

@@ -21,10 +21,10 @@ from kfac_optim.capture.calls import Drawn, ForwardCall
 from kfac_optim.capture.graph_calls import Commit, GraphCalls
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.fisher.criterion_term import CriterionTerm
+from kfac_optim.fisher.criterion_term import Chunk, CriterionTerm
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors
 from kfac_optim.utils.autograd import GradientEdge, edge, on_gradient, pull_back, running_edge
-from kfac_optim.utils.precision import at_least_float32
+from kfac_optim.utils.precision import at_least_float32, largest_rounding
 from kfac_optim.utils.random_state import normal_like
 from kfac_optim.utils.sharded_params import is_sharded, whole
 
@@ -139,7 +139,8 @@ class ExtraBackward:
         vectors = map(weighed, self.vectors(self.outputs, generator))
         columns: Iterable[list[Tensor | None]] = map(passes.run, vectors)
         residuals = None
-        chunks: dict[RootCall | None, int] | None = {}
+        chunks: dict[RootCall | None, Chunk] = {}
+        count = 0
         if self.term is not None and self.several:
             residuals = self.term.residuals(self.outputs, place, gradient)
             kind = self.term.number, self.term.examples, shape, len(passes.calls)
@@ -149,20 +150,17 @@ class ExtraBackward:
                 if self.term.accounts_for(passes.run(self.term.combined(known, residuals)), held, residuals):
                     self.aligned.add(kind)
                 else:
-                    residuals, chunks = None, self.term.chunks(passes.calls)
-                    if chunks:  # examples of other forwards are others: their gradients are columns of their own
-                        chunks = {root: number * len(held) for root, number in chunks.items()}
+                    residuals, chunks, count = None, self.term.chunks(passes.calls), len(held)
         for column, of_layers in enumerate(columns):
+            rounding = largest_rounding(of_layers)
             for number, (call, of_layer) in enumerate(zip(passes.calls, of_layers, strict=True)):
                 if of_layer is None:
                     continue
                 if self.term is None:
                     drawn = Drawn(call.term, column)
-                elif chunks is None:
-                    drawn = self.term.drawn(column, None, told_apart=False)
                 else:
-                    drawn = self.term.drawn(column + chunks.get(call.root, 0), residuals)
-                call.take(of_layer, None if reach is None else reach[number], drawn)
+                    drawn = self.term.drawn(column, residuals, chunks.get(call.root), count)
+                call.take(of_layer, None if reach is None else reach[number], drawn._replace(rounding=rounding))
         self._found.extend(passes.found or ())
         for call in passes.found or ():
             call.release()

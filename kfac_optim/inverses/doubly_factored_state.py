@@ -179,6 +179,7 @@ class DoublyFactoredState(InverseState):
                 f"mapping from layer names, or "
                 f"weight_sharing=WeightSharing.REDUCE, which averages them."
             )
+        stats = stats.of_call
         if isinstance(stats, RowStatistics):
             added = stats.active.any(1)  # by all columns of the loss, of which this may be one
             if stats.active_before is not None:

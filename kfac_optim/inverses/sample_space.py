@@ -179,7 +179,7 @@ class SampleSpace(Inverse[SampleState]):
         decays: Sequence[Tensor] | None,
         of_step: Sequence[SampleState],
     ) -> list[Tensor]:
-        """Return the directions of some blocks; the states `of_step` are those of all blocks, whatever the scope."""
+        """Return the directions of some blocks; `of_step` has the states of all with this inverse, for any scope."""
         dtype = torch.float64
         keys, residuals = _residuals(states)
         if not keys:
@@ -205,8 +205,7 @@ class SampleSpace(Inverse[SampleState]):
         if decays is not None:  # known apart from the gradient of the loss, however that is rounded
             decay = [part.to(dtype) * unit for part, unit in zip(decays, units, strict=True)]
             gradient = [part - of_decay for part, of_decay in zip(gradient, decay, strict=True)]
-        # What is narrow behind a layer, as under autocast, rounds the gradients of those before it as well.
-        of_rows = _ROUNDINGS_OF_ROWS * max(state.rows.rounding for state in of_step)
+        of_rows = _ROUNDINGS_OF_ROWS * max(state.rows.rounding for state in states)
         factor, rest = _split(rows, gradient, s, max(_ROUNDINGS * torch.finfo(grads[0].dtype).eps, of_rows))
         if decay is not None:
             rest = decay if rest is None else [part + of_decay for part, of_decay in zip(rest, decay, strict=True)]
@@ -239,9 +238,10 @@ class SampleSpace(Inverse[SampleState]):
         if moved and not _residuals(of_step)[0]:
             raise RuntimeError(
                 f"kfac_optim: layer {moved[0][0].name!r} has a gradient, if only of weight decay (l2_in_curvature), "
-                "but SampleSpace has seen no residual of this step, or those of an empty batch. Call the criterion "
-                "that estimate=ExactGGN(criterion) names in each step, or optimizer.observe(residual), and take no "
-                "step where the batch is empty."
+                "but SampleSpace has seen no residual of this step that reaches a layer of this SampleSpace, or those "
+                "of an empty batch. Call the criterion that estimate=ExactGGN(criterion) names in each step, or "
+                "optimizer.observe(residual), for an output of such a layer, and take no step where the batch is "
+                "empty; or leave that layer out of the penalty in such a step."
             )
         for _, _, damping in moved:
             _check_ridge(damping)

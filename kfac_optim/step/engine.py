@@ -38,8 +38,8 @@ class StepRecord:
     Attributes:
         measures: numbers of the step by name, over the preconditioned parameters; empty if there are none.
             `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen,
-            and left out where the step size preconditions itself;
-            the rest is what the step size tells.
+            and left out where the step size preconditions itself; `bounded_square` is the part of `direction_square`
+            that the trust region scales, left out where that is all of it. The rest is what the step size tells.
         memory: what the step size remembers from now on, `[4]`.
         count: terms of the loss.
         unpreconditioned: names of blocks whose gradient went to SGD as it was, for want of an inverse.
@@ -98,7 +98,7 @@ class Engine:
         agreement, finite, objective = admission.agreement, admission.finite, self.objective
         kl_clip = check(groups, blocks, self.choices.step_size)
         by_rows = [block for block in blocks if block.inverse.takes_rows]
-        bounded = [block for block in blocks if not block.inverse.takes_rows]
+        bounded = [block for block in blocks if not block.inverse.takes_rows] if by_rows else blocks
         if by_rows and not (bounded and self.choices.step_size.bounds_steps):
             kl_clip = None  # the curvature is exact, and its damping bounds the step
         count = self.window.close()._replace(summed=agreement.summed)
@@ -124,9 +124,11 @@ class Engine:
         exact = directions.of(by_rows) if by_rows and kl_clip is not None else None
         if exact is not None:  # the trust region is one of the others
             directions = directions.of(bounded)
-            products, _ = measure(
+            products, of_bounded = measure(
                 groups, directions, memory.device, admission.joins, self.executor, self.choices.step_size
             )
+            if measures:
+                measures["bounded_square"] = of_bounded.get("direction_square", 0.0)
         proposal = Proposal(
             groups=groups,
             state=state,

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_optim.inverses.base import Inverse
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.tuning import trial_steps
 from kfac_optim.tuning.result import RangeTest
@@ -131,7 +130,8 @@ def _start(optimizer: KFACOptimizer) -> Start:
     step_size = choices.step_size
     finds_its_own = step_size.needs_objective or step_size.needs_closure
     # Where layers of other inverses stand beside those that are made of rows, the region bounds the others.
-    is_exact = isinstance(choices.inverse, Inverse) and choices.inverse.takes_rows
+    blocks = optimizer._binding.coverage.blocks
+    is_exact = bool(blocks) and all(block.inverse.takes_rows for block in blocks)
     rates = _RATES_OF_ADAMW if step_size.directs_all else _RATES
     return Start(
         lr=float(first["lr"]),

@@ -51,6 +51,12 @@ def rounding_of_products(dtype: torch.dtype, device_type: str) -> float:
     return torch.finfo(dtype).eps
 
 
+def largest_rounding(gradients: Iterable[Tensor | None]) -> float:
+    """Return the largest `rounding_of_products` of the gradients of one pass: it goes on into all that follow."""
+    kinds = {(part.dtype, part.device.type) for part in gradients if part is not None}
+    return max((rounding_of_products(*kind) for kind in kinds), default=0.0)
+
+
 def all_finite(gradients: Sequence[Tensor], joins: Joins | None = None) -> bool:
     """Return whether every element is finite, but for those on the meta device. The host waits once.
 

@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,16 +250,20 @@ def in_chunks_of(size: int, *, with_value: bool = False) -> Callable[[nn.Module,
 
 
 def factors_of_squares(
-    residual: Callable[[nn.Module, Tensor], Tensor], inverse: Any, sizes: tuple[int, ...] = (5,)
+    residual: Callable[[nn.Module, Tensor], Tensor],
+    inverse: Any,
+    sizes: tuple[int, ...] = (5,),
+    make: Callable[[], nn.Module] = linear,
+    **options: Any,
 ) -> dict[str, Any]:
-    """The factors of a loss of squares of 5 examples, by a call of the criterion for each of `sizes`."""
+    """The factors of a loss of squares, by a call of the criterion for each of `sizes`."""
     torch.manual_seed(0)
-    model, x, criterion = linear().double(), torch.randn(5, 6, dtype=torch.float64), nn.MSELoss()
-    optimizer = KFACOptimizer(model, lr=0.0, inverse=inverse, estimate=ExactGGN(criterion))
+    model, x, criterion = make().double(), torch.randn(sum(sizes), 6, dtype=torch.float64), nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=inverse, estimate=ExactGGN(criterion), **options)
     for _ in range(2):
         optimizer.zero_grad()
         parts = [residual(model, some) for some in x.split(sizes)]
-        sum(criterion(part, torch.zeros_like(part)) * len(part) / 5 for part in parts).backward()
+        sum(criterion(part, torch.zeros_like(part)) * len(part) / len(x) for part in parts).backward()
         optimizer.step()
     return optimizer.factors()
 
@@ -285,6 +290,61 @@ def test_chunks_of_several_forwards_are_refused_with_what_to_do() -> None:
     factors_of_squares(in_chunks_of(2), SampleSpace(), (2, 2, 1))
 
 
+class Halves(nn.Module):
+    """Has two rows for each example, which interact behind the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.reshape(-1, 3)).tanh().reshape(-1, 8)).sin()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_examples_of_chunks_are_told_by_what_the_model_was_handed(size: int) -> None:
+    def split(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([gradients(model, part) for part in x.split(size)])
+
+    found = factors_of_squares(split, Cholesky(), make=Halves)
+    for name, pair in factors_of_squares(gradients, Cholesky(), make=Halves).items():
+        assert_same(found[name], pair)
+
+
+@pytest.mark.parametrize("make", [linear, Halves])
+def test_chunks_beside_a_value_of_the_whole_batch_are_refused_with_what_to_do(make: Callable[[], nn.Module]) -> None:
+    """Those of the second model have as many rows as the batch has examples."""
+
+    def residual(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum(1, keepdim=True) + torch.cat([gradients(model, part) for part in x.split(3)])
+
+    with pytest.raises(ValueError, match=r"told apart by examples.*leave out chunk_size.*each chunk"):
+        factors_of_squares(residual, Cholesky(), (6,), make)
+
+
+class AtPoints(nn.Module):
+    """Is handed points beside the examples, all of which it is computed at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.trunk = nn.Linear(6, 4), nn.Linear(1, 4)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return (self.branch(x) @ self.trunk(at).tanh().T).tanh().sum(1, keepdim=True)
+
+
+def test_forwards_that_were_handed_the_whole_batch_are_no_chunks_where_some_layers_have_fewer_rows() -> None:
+    """Two forwards of 3 points have as many rows there as the batch has examples."""
+    points = torch.randn(3, 1, dtype=torch.float64)
+
+    def residual(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, points) + gradients(partial(model, at=points), x)
+
+    found = factors_of_squares(residual, Cholesky(), (6,), AtPoints)
+    expected = factors_of_squares(residual, Cholesky(), (6,), AtPoints, skip_layers=["trunk"])
+    assert_same(found["branch"], expected["branch"])
+
+
 class Sequences(nn.Module):
     """Computes a function of each position, or the derivative of one by the input, in the given way."""
 
@@ -298,7 +358,8 @@ class Sequences(nn.Module):
             return grad(lambda z: self.layer(z).tanh().square().sum())(x)
         return self.layer(x).tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *handed: Tensor) -> Tensor:
+        x = max(handed, key=Tensor.dim)
         if self.way == "examples":
             return vmap(lambda one: self.each(one).mean(0))(x)
         if self.way == "positions":
@@ -306,7 +367,10 @@ class Sequences(nn.Module):
         return self.each(x).mean(-2)
 
 
-def factors_of_sequences(way: str, positions: int, *, derived: bool) -> dict[str, Any]:
+def factors_of_sequences(
+    way: str, positions: int, *, derived: bool, before: Sequence[Tensor] = (), after: Sequence[Tensor] = ()
+) -> dict[str, Any]:
+    """The factors of a model that is handed 6 sequences; others `before` and `after` them, which it does not use."""
     torch.manual_seed(0)
     model, criterion = Sequences(way, derived=derived).double(), nn.MSELoss()
     options = {"estimate": ExactGGN(criterion)} if derived else {"weight_sharing": WeightSharing.REDUCE}
@@ -314,7 +378,7 @@ def factors_of_sequences(way: str, positions: int, *, derived: bool) -> dict[str
     for _ in range(3):
         optimizer.zero_grad()
         x = torch.randn(6, positions, 3, dtype=torch.float64)
-        output = vmap(model)(x) if way == "outside" else model(x)
+        output = vmap(model)(x) if way == "outside" else model(*before, x, *after)
         criterion(output, torch.ones_like(output)).backward()
         optimizer.step()
     return optimizer.factors()
@@ -332,6 +396,100 @@ def test_a_vmap_that_may_run_over_examples_or_positions_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"layer 'layer' .*torch\.vmap.* 6 .*whether .*examples"):
         found = factors_of_sequences("examples", 6, derived=False)
     assert_same(found["layer"], factors_of_sequences("batched", 6, derived=False)["layer"])
+
+
+def test_what_a_vmap_runs_over_is_told_by_all_that_the_model_is_handed() -> None:
+    """A time comes first here."""
+    found = factors_of_sequences("examples", 5, derived=True, before=[torch.ones(1)])
+    assert_same(found["layer"], factors_of_sequences("batched", 5, derived=True)["layer"])
+
+
+@pytest.mark.parametrize("way", ["examples", "positions"])
+def test_a_model_that_is_handed_examples_and_positions_is_warned_of_and_the_first_are_the_examples(way: str) -> None:
+    expected = factors_of_sequences("batched", 5, derived=True)["layer"]
+    with pytest.warns(UserWarning, match=r"layer 'layer' .*cannot be told.* 6, 5.*batch first"):
+        found = factors_of_sequences(way, 5, derived=True, after=[torch.ones(5)])
+    assert_same(found["layer"], expected)
+    with pytest.warns(UserWarning, match=r"layer 'layer' .*cannot be told.* 5, 6.*batch first"):
+        factors_of_sequences(way, 5, derived=True, before=[torch.ones(5)])
+
+
+def test_second_moments_of_examples_warn_of_a_vmap_that_may_run_over_either() -> None:
+    model = Sequences("positions", derived=False)
+    optimizer = KFACOptimizer(model, inverse=EKFAC(), factor_update_period=1)
+    with pytest.warns(UserWarning, match=r"layer 'layer' .*torch\.vmap.*cannot be told"):
+        model(torch.randn(6, 6, 3)).square().mean().backward()
+    optimizer.step()
+
+
+class OfBuffer(nn.Module):
+    """Maps a layer over the examples of a buffer, and is handed nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("x", torch.randn(6, 5, 3))
+
+    def forward(self) -> Tensor:
+        return vmap(lambda one: self.layer(one).tanh().mean(0))(self.x)
+
+
+def test_a_model_that_is_handed_no_tensor_is_warned_of_in_these_words() -> None:
+    model = OfBuffer()
+    optimizer = KFACOptimizer(model, factor_update_period=1, weight_sharing=WeightSharing.REDUCE)
+    with pytest.warns(UserWarning, match=r"layer 'layer' .*handed no tensor"):
+        model()
+    assert len(optimizer.summary().blocks) == 1
+
+
+class Lookups(nn.Module):
+    """Looks up a row of a table for each id of each example, in the given way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Embedding(4, 3), way
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.way == "batched":
+            return self.layer(ids).tanh().mean(1)
+        of_positions = int(self.way == "positions")
+        return vmap(self.layer, in_dims=of_positions, out_dims=of_positions)(ids).tanh().mean(1)
+
+
+@pytest.mark.parametrize("way", ["examples", "positions"])
+def test_lookups_have_the_same_factors_whatever_vmap_runs_over(way: str) -> None:
+    def factors(way: str) -> Any:
+        torch.manual_seed(0)
+        model = Lookups(way).double()
+        options = {"factor_update_period": 1, "weight_sharing": WeightSharing.REDUCE}
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randint(4, (6, 5))).square().mean().backward()
+            optimizer.step()
+        return optimizer.factors()["layer"]
+
+    assert_same(factors(way), factors("batched"))
+
+
+class FoldedHeads(nn.Module):
+    """Folds two heads into the batch, and maps a layer over the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        folded = x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1)
+        return vmap(self.layer, in_dims=1, out_dims=1)(folded).tanh().mean(1).reshape(len(x), -1)
+
+
+def test_a_batch_that_others_are_folded_into_is_not_warned_of() -> None:
+    model = FoldedHeads()
+    optimizer = KFACOptimizer(model, factor_update_period=1, weight_sharing=WeightSharing.REDUCE)
+    for _ in range(2):
+        model(torch.randn(6, 4, 6)).square().mean().backward()
+        optimizer.step()
 
 
 class Frames(nn.Module):

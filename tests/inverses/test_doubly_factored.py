@@ -11,6 +11,7 @@ from helpers.states import CPU, assert_resumes_bitwise
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from kfac_optim import Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.inverses import doubly_factored_state
@@ -158,8 +159,11 @@ def test_examples_without_a_gradient_are_not_counted_whatever_they_hold(
     assert float(factors["channels"].mass) == 3
 
 
-def test_an_example_counts_once_for_each_column_of_the_loss_however_many_of_its_outputs_are_observed() -> None:
-    layer, criterion = nn.Linear(6, 2), nn.MSELoss(reduction="sum")
+@pytest.mark.parametrize("wrapped", [lambda layer: layer, weight_norm])
+def test_an_example_counts_once_for_each_column_of_the_loss_however_many_of_its_outputs_are_observed(
+    wrapped: Callable[[nn.Module], nn.Module],
+) -> None:
+    layer, criterion = wrapped(nn.Linear(6, 2)), nn.MSELoss(reduction="sum")
     optimizer = KFACOptimizer(layer, lr=0.0, inverse=DoublyFactored(2), estimate=ExactGGN(criterion))
     rows, observed = torch.randn(5, 6), torch.ones(5, 2)
     observed[:3, 1] = 0

@@ -16,7 +16,7 @@ from torch.func import functional_call, hessian, jacfwd, jacrev, vmap
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import ExactGGN, KFACOptimizer, LineSearch, LossTerms, MonteCarlo, SampleSpace, Structure
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LineSearch, LossTerms, MonteCarlo, SampleSpace, Structure
 from kfac_optim.factors.example_rows import ExampleRows
 from kfac_optim.inverses.sample_rows import SampleRows
 from kfac_optim.specs import BlockDiagonal
@@ -313,13 +313,22 @@ class PartlyNarrow(nn.Module):
             return self.last(self.second(hidden).tanh()).float()
 
 
-def test_by_layer_rounding_of_narrow_layers_behind_one_is_no_penalty() -> None:
+@pytest.mark.parametrize(
+    "inverse",
+    [
+        SampleSpace(scope="layer"),
+        {"first": SampleSpace(), "*": Cholesky()},
+        {"first": SampleSpace(), "*": SampleSpace(momentum=0.1)},
+    ],
+    ids=["by layer", "beside others", "of other settings"],
+)
+def test_rounding_of_narrow_layers_behind_one_is_no_penalty(inverse: Any) -> None:
     x, criterion = points(32).float(), nn.MSELoss()
 
     def moved(*, narrow: bool) -> Tensor:
         torch.manual_seed(0)
         model = PartlyNarrow(narrow=narrow)
-        optimizer = optimizer_of(model, criterion, damping=1e-6, inverse=SampleSpace(scope="layer"))
+        optimizer = optimizer_of(model, criterion, damping=1e-6, inverse=inverse)
         return flat_step(model, optimizer, lambda: criterion(model(x), x[:, :1].sin())).detach()[:32]
 
     exact = moved(narrow=False)
@@ -351,6 +360,19 @@ def test_a_layer_that_no_residual_of_a_step_reaches_goes_along_its_penalty(scope
         optimizer.step()
         steps.append((before - model[1].weight.detach()) / 0.1)
     assert_same(steps[1], momentum * steps[0] + 2e-3 * before / 0.01)
+
+
+def test_residuals_that_reach_layers_of_another_inverse_alone_are_named_in_the_refusal() -> None:
+    model, criterion = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)]).double(), nn.MSELoss()
+    optimizer = optimizer_of(model, criterion, inverse={"0": Cholesky(), "1": SampleSpace()})
+    for used in (1, 0):
+        optimizer.zero_grad()
+        loss = criterion(model[used](points(6)), torch.ones(6, 1).double())
+        (loss if used else loss + model[1].weight.square().sum()).backward()
+        if used:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=r"'1' has a gradient.*no residual .* reaches a layer of this SampleSpace"):
+        optimizer.step()
 
 
 def test_a_number_of_terms_that_is_none_is_refused_by_the_step_and_changes_nothing() -> None:

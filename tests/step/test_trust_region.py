@@ -179,6 +179,23 @@ def test_layers_beside_those_of_sample_space_are_bounded_as_if_they_were_alone(
     assert_same(moved("left", "right"), [*moved("left"), *moved("right")])
 
 
+def test_the_measured_length_of_a_step_beside_sample_space_is_that_of_the_step() -> None:
+    torch.manual_seed(0)
+    model, criterion = nn.ModuleDict({"left": nn.Linear(2, 3), "right": nn.Linear(2, 3)}), nn.MSELoss()
+    inverse = {"left": SampleSpace(), "right": Cholesky()}
+    options: dict[str, Any] = {"lr": 1.0, "damping": 1e-3, "kl_clip": 1e-3, "step_size": TrustRegion()}
+    optimizer = KFACOptimizer(model, inverse=inverse, estimate=ExactGGN(criterion), **options)
+    x = torch.randn(8, 2)
+    sum(criterion(layer(x), 9 * torch.ones(8, 3)) for layer in model.values()).backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.step()
+    metrics = optimizer.metrics()
+    assert metrics["trust_region_scale"] < 0.5
+    moved = [(new.detach() - old).flatten() for new, old in zip(model.parameters(), before, strict=True)]
+    assert metrics["direction_norm"] == pytest.approx(float(torch.cat(moved).norm()))
+    assert {type(value) for value in metrics.values()} == {float}
+
+
 def test_momentum_of_earlier_steps_is_not_scaled() -> None:
     displacements = []
     for momentum in (0.0, 0.9):

@@ -450,9 +450,10 @@ def test_the_damping_is_given_to_all_groups_in_their_ratios() -> None:
         ({"step_size": SelectedUpdates(), "momentum": 0.9}, _RATES_OF_ADAMW, False),
         ({"step_size": LineSearch(), "inverse": Cholesky()}, (), True),
         ({"inverse": SampleSpace(), "estimate": ExactGGN(CRITERION)}, _RATES, False),
+        ({"inverse": {"*": SampleSpace()}, "estimate": ExactGGN(CRITERION)}, _RATES, False),
         ({"inverse": {"0": SampleSpace()}, "estimate": ExactGGN(CRITERION)}, _RATES, True),
     ],
-    ids=["default", "no region", "selected", "search", "sample space", "beside sample space"],
+    ids=["default", "no region", "selected", "search", "sample space", "by name", "beside sample space"],
 )
 def test_what_is_tried_depends_on_the_step_size(
     options: dict[str, Any], rates: tuple[float, ...], bounded: bool
