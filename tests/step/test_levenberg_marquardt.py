@@ -594,7 +594,7 @@ def test_what_it_cannot_judge_is_refused_before_the_step() -> None:
     model = nn.Sequential(linear(), Turned())
     with pytest.raises(RuntimeError, match=r"\[3\] of param group 0 is torch.complex128; LevenbergMarquardt"):
         refused(model, torch.randn(2, 4))
-    with pytest.raises(ValueError, match=r"preconditioner_damping \(0.1 in the param groups\), so that no step would"):
+    with pytest.raises(ValueError, match=r"preconditioner_damping in its place \(0.1 in the param groups\)"):
         refused(linear(), torch.randn(2, 4), preconditioner_damping=0.1)
 
 
