@@ -27,7 +27,9 @@ _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 # Modules of torch's own that hold parameters for others to use.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _NO_ADAPTER = "no adapter for "
-_UNLESS_A_FUNCTION = "; a matrix is preconditioned once F.linear, x @ W or an einsum of two multiplies rows by it"
+_UNLESS_A_FUNCTION = (
+    "; a matrix is preconditioned once F.linear, x @ W or an einsum of two operands multiplies rows by it"
+)
 
 
 def build_blocks(

@@ -102,5 +102,5 @@ def check_stage_choices(choices: Choices) -> None:
     if isinstance(choices.estimate, NamedLoss):
         raise ValueError(
             f"kfac_optim: {choices.estimate!r} reads what the criterion reads, which the last stage of a pipeline has "
-            "alone: to the others their hidden outputs would be the predictions. Leave estimate out."
+            "alone: the other stages would take their hidden outputs for predictions. Leave estimate out."
         )

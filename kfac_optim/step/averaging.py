@@ -64,7 +64,7 @@ def follow(choice: IterateAverage, params: Iterable[nn.Parameter], state: State,
         params: all parameters of the param groups; an average begins with the first step in which its parameter is
             trained.
         state: the optimizer's state.
-        finite: `[]` bool, whether the step was taken, where only the device knows; None is yes.
+        finite: `[]` bool, whether the step was taken, where only the device knows; None: it was taken.
     """
     by_weight: defaultdict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for param in params:

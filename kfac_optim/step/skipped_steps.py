@@ -76,7 +76,7 @@ class SkippedSteps:
         """Raise RuntimeError where `limit` steps in a row were skipped, with the names of the guilty parameters.
 
         Args:
-            limit: None is no limit.
+            limit: how many in a row are too many; None: there is no limit.
             gradients: the gradients of this process.
             names: returns the names of the parameters.
             here: whether this process has found gradients that are not finite; otherwise another one has.

@@ -64,7 +64,7 @@ class Proposal:
         joins: joins gradients, some of which the products have joined already.
         closure: the loss before the step, and what it is at other parameters; where a step size needs it.
         finite: `[]` bool, whether the step will be taken, where only the device knows: if not, nothing may change that
-            outlives the step. None is yes.
+            outlives the step. None: it will be.
     """
 
     groups: Sequence[dict[str, Any]]

@@ -86,8 +86,8 @@ class UserWarnings:
         taken = (
             "its momentum and the numbers of its param groups are taken over"
             if keeps_momentum
-            else "the numbers of its param groups are taken over, among them a lr for SGD where the step size takes "
-            "rates of AdamW, and its momentum, which is a sum and no mean, is not"
+            else "the numbers of its param groups are taken over, its momentum is not, since it is a sum and this step "
+            "size keeps a mean; set lr anew, as this step size takes AdamW's rates and lr is now SGD's"
         )
         warn(
             f"kfac_optim: the checkpoint is of torch.optim.SGD: {taken}; statistics and inverses, which it has none "

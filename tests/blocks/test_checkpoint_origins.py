@@ -45,7 +45,7 @@ def test_a_checkpoint_of_sgd_is_a_warm_start() -> None:
 
 def test_the_momentum_of_sgd_is_of_no_use_to_updates_of_a_mean() -> None:
     optimizer = KFACOptimizer(mlp(), momentum=0.9, step_size=SelectedUpdates())
-    with pytest.warns(UserWarning, match=r"a lr for SGD .* and its momentum, which is a sum and no mean, is not"):
+    with pytest.warns(UserWarning, match=r"its momentum is not, since it is a sum .*; set lr anew"):
         optimizer.load_state_dict(saved_by(sgd))
 
 

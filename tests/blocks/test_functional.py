@@ -246,7 +246,7 @@ def test_blocks_of_bare_matrices_have_the_names_of_their_parameters() -> None:
     assert set(before.values()) == {None}
     assert (
         reasons(optimizer)["first"] == "no adapter for Several; "
-        "a matrix is preconditioned once F.linear, x @ W or an einsum of two multiplies rows by it"
+        "a matrix is preconditioned once F.linear, x @ W or an einsum of two operands multiplies rows by it"
     )
     train(model, optimizer, 2)
     assert owners(optimizer) == {

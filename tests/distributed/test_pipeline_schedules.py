@@ -272,7 +272,7 @@ def refused(rank: int) -> list[str]:
     with pytest.raises(ValueError, match="evaluates the whole model") as whole_model:
         KFACOptimizer(part, distributed=DistributedConfig(**groups), step_size=LineSearch())
     found.append(str(whole_model.value))
-    with pytest.raises(ValueError, match="hidden outputs would be the predictions") as named:
+    with pytest.raises(ValueError, match="take their hidden outputs for predictions") as named:
         KFACOptimizer(part, distributed=DistributedConfig(**groups), estimate=MonteCarlo(nn.MSELoss()))
     found.append(str(named.value))
     optimizer = KFACOptimizer(part, distributed=DistributedConfig(**groups), kl_clip=1e-3 * (1 + rank))
