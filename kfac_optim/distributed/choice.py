@@ -56,9 +56,9 @@ def described(choices: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Return a number, or a choice with its numbers, in the one kind that has its words.
+    """Return a number as Python has it, a whole one as an int; of a choice or a collection all its numbers alike.
 
-    numpy's 1.0, Python's 1.0 and 1 are equal on all ranks.
+    Ranks compare choices by their words: numpy's 1.0, Python's 1.0 and 1 are then the same.
     """
     if is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
