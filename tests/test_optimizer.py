@@ -980,6 +980,31 @@ def test_layers_to_skip_may_be_given_by_a_generator() -> None:
     assert [block.name for block in copied.summary().blocks] == ["0"]
 
 
+class HoldsItsOptimizer(nn.Module):
+    """Makes its own optimizer, as agents of reinforcement learning often do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.optimizer = KFACOptimizer(self, lr=0.1, momentum=0.9, factor_update_period=1, inverse_update_period=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(x)
+        return output
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_model_that_holds_its_optimizer_is_copied_with_it(copied: Callable[[Any], Any]) -> None:
+    model = HoldsItsOptimizer()
+    train(model, model.optimizer, 3)
+    twin = copied(model)
+    for each in (model, twin):
+        train(each, each.optimizer, 5, start=3)
+        assert each.optimizer.metrics()["unpreconditioned_blocks"] == 0
+    assert_identical(list(twin.parameters()), list(model.parameters()))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 def test_a_grad_scaler_copied_with_the_optimizer_is_the_copys(copied: Callable[[Any], Any]) -> None:
     """Whose scale goes on growing while that of the original stands."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.utils.dynamo import call_as_it_is, inline_only
@@ -191,7 +192,12 @@ def accumulator(weight: Tensor) -> Node | None:
     """Return the node that accumulates into `weight.grad`; operators of compiled graphs, and transforms, have none."""
     if not weight.requires_grad or in_function_transform():
         return None
-    return torch.autograd.graph.get_gradient_edge(weight).node
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return torch.autograd.graph.get_gradient_edge(weight).node
+    # Asking takes a view of the weight. Selective checkpointing replays the operators of a forward in their order, and
+    # would give this view to one of the model's own.
+    with _disable_current_modes():
+        return torch.autograd.graph.get_gradient_edge(weight).node
 
 
 def before_node(node: Node, hook: Callable[..., Any]) -> RemovableHandle:

@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kfac_optim import DEFAULT_ADAPTERS, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.blocks import functional
@@ -1215,6 +1216,32 @@ def test_what_reentrant_checkpointing_runs_again_is_measured_as_if_run_once() ->
     assert owners(optimizers[0]) == owners(optimizers[1])
     for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+
+class KeptInPart(nn.Sequential):
+    """Runs its layers within a checkpoint that saves what every operator gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=kept)
+
+
+@pytest.mark.parametrize("rows", [2, 9], ids=["as-many-rows-as-inputs", "more"])
+def test_selective_checkpointing_leaves_gradients_as_they_are(rows: int) -> None:
+    models = []
+    for kind in (KeptInPart, nn.Sequential):
+        torch.manual_seed(0)
+        models.append(kind(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()))
+    optimizers = [KFACOptimizer(model, lr=0.1, factor_update_period=1) for model in models]
+    for seed in range(3):
+        x = batch(seed, size=2 * rows).view(2, rows, 4).requires_grad_()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            square_loss(model(x)).backward()
+            optimizer.step()
+            assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+        for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(left.grad, right.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_a_bare_matrix_whose_module_is_called_by_hand_is_measured() -> None:
