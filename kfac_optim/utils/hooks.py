@@ -107,6 +107,7 @@ class LayerHooks:
     after: Callable[..., Any]
     idle: Idle
     _handles: list[RemovableHandle] = field(default_factory=list)
+    _numbers: list[int] = field(default_factory=list)  # under which the module has them whenever they are on
     _is_on: bool = False  # what the handles tell too, but `torch.compile` cannot look at them
 
     def on(self) -> None:
@@ -125,6 +126,9 @@ class LayerHooks:
                 after, prepend=True, with_kwargs=True, always_call=self.before is not None
             )
         )
+        self._numbers = self._numbers or [handle.id for handle in self._handles]
+        for handle, number in zip(self._handles, self._numbers, strict=True):
+            _renumber(handle, number)
 
     def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same,
@@ -151,6 +155,19 @@ class LayerHooks:
         self.off()
         if self in self.hooks:
             self.hooks.remove(self)
+
+
+def _renumber(handle: RemovableHandle, number: int) -> None:
+    """Put a forward hook under a number that is its own; `torch.compile` makes new graphs where numbers change."""
+    if handle.id == number:
+        return
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = reference()
+        if hooks is not None and handle.id in hooks:
+            is_first = next(iter(hooks)) == handle.id
+            hooks[number] = hooks.pop(handle.id)
+            hooks.move_to_end(number, last=not is_first)
+    handle.id = number
 
 
 def is_on(mode: TorchFunctionMode | None) -> bool:

@@ -554,6 +554,35 @@ class Borrowed(nn.Module):
         return self.head(hidden.mean(-1))
 
 
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.out(self.attention(x, x, x, need_weights=False)[0])
+        return output
+
+
+@pytest.mark.parametrize("evaluates", ["the bare model", "the compiled model"])
+def test_an_evaluation_in_each_epoch_makes_no_further_graphs(evaluates: str) -> None:
+    torch.manual_seed(0)
+    model = Attends()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(model, backend=counter)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=2)
+    inputs, graphs = torch.randn(2, 4, 4), []
+    for _ in range(3):
+        for _ in range(2):
+            optimizer.zero_grad()
+            compiled(inputs).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            (model if evaluates == "the bare model" else compiled)(inputs)
+        graphs.append(counter.frame_count)
+    assert graphs == [graphs[0]] * 3
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_weight_that_is_also_used_out_of_sight_is_left_to_sgd_as_in_eager_mode(backend: str) -> None:
     torch.manual_seed(0)
