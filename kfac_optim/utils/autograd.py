@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.utils.dynamo import call_as_it_is, inline_only
@@ -19,6 +20,7 @@ GradientEdge = torch.autograd.graph.GradientEdge
 Function = torch.autograd.Function
 
 _NOTHING = nullcontext()
+_REPLAYS = _CachingTorchDispatchMode, _CachedTorchDispatchMode
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
@@ -192,11 +194,10 @@ def accumulator(weight: Tensor) -> Node | None:
     """Return the node that accumulates into `weight.grad`; operators of compiled graphs, and transforms, have none."""
     if not weight.requires_grad or in_function_transform():
         return None
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return torch.autograd.graph.get_gradient_edge(weight).node
     # Asking takes a view of the weight. Selective checkpointing replays the operators of a forward in their order, and
     # would give this view to one of the model's own.
-    with _disable_current_modes():
+    replayed = any(isinstance(mode, _REPLAYS) for mode in _get_current_dispatch_mode_stack())
+    with _disable_current_modes() if replayed else _NOTHING:
         return torch.autograd.graph.get_gradient_edge(weight).node
 
 
