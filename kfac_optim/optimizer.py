@@ -901,8 +901,9 @@ def _rebuild(
 ) -> KFACOptimizer:
     """Build the optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
+    # A model that holds its optimizer is still empty while both are copied: the first forward finds it.
     if model is not None and "_modules" not in vars(model):
-        model = None  # one that holds its optimizer is not filled yet when that is copied: the first forward finds it
+        model = None
     params = [{"params": group["params"]} for group in groups]
     KFACOptimizer.__init__(optimizer, params, model=model, **numbers, **choices)
     for group, given in zip(optimizer.param_groups, groups, strict=True):

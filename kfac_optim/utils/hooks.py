@@ -107,7 +107,7 @@ class LayerHooks:
     after: Callable[..., Any]
     idle: Idle
     _handles: list[RemovableHandle] = field(default_factory=list)
-    _numbers: list[int] = field(default_factory=list)  # under which the module has them whenever they are on
+    _numbers: list[int] = field(default_factory=list)  # the keys under which the module holds them, the same each time
     _is_on: bool = False  # what the handles tell too, but `torch.compile` cannot look at them
 
     def on(self) -> None:
@@ -158,7 +158,7 @@ class LayerHooks:
 
 
 def _renumber(handle: RemovableHandle, number: int) -> None:
-    """Put a forward hook under a number that is its own; `torch.compile` makes new graphs where numbers change."""
+    """Put a forward hook under the number that it had before: where numbers change, `torch.compile` makes new graphs."""
     if handle.id == number:
         return
     for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
