@@ -158,7 +158,7 @@ class LayerHooks:
 
 
 def _renumber(handle: RemovableHandle, number: int) -> None:
-    """Put a forward hook under the number that it had before: where numbers change, `torch.compile` makes new graphs."""
+    """Put a forward hook under the number that it had before: where numbers change, `torch.compile` recompiles."""
     if handle.id == number:
         return
     for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
