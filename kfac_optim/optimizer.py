@@ -308,13 +308,16 @@ class KFACOptimizer(JoinableOptimizer):
         self._judge: Judge | None = None
         if isinstance(estimate, NamedLoss) and choices.judges:
             self._recorder = ForwardRecorder(
-                *(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms, weakly(self._params))
+                self._window, estimate.likelihood, estimate.outputs_of, estimate.terms, weakly(self._params)
             )
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
             if adapt_damping is not None:
                 self._judge = Judge(
-                    *(adapt_damping, self._recorder, self._objective, self._executor),
+                    adapt_damping,
+                    self._recorder,
+                    self._objective,
+                    self._executor,
                     damps_steps=step_size.needs_objective,
                 )
         self._closures = Closures(step_size, self._judge, self._recorder, self._window, self._binding, executor)
@@ -836,7 +839,7 @@ class KFACOptimizer(JoinableOptimizer):
         agreement, blocks = self._gate.prepare_state(self), self._binding.coverage.blocks
         memory = self._memory.get(blocks, self._params())
         new_state.make_state(
-            *(self.param_groups, self.state, blocks, agreement, self._choices, self._executor, self._window, memory)
+            self.param_groups, self.state, blocks, agreement, self._choices, self._executor, self._window, memory
         )
         self._shows_state = True
         self._publish_blocks()

@@ -103,7 +103,9 @@ def range_test(
             trial_steps.take_hooks_off(modules)
 
         trials = trial_steps.TrialSteps(
-            *(optimizer, loss_of, loader),
+            optimizer,
+            loss_of,
+            loader,
             undo=begin_again,
             length=length,
             held=max(2, length // _HELD),
