@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +30,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
     Each matrix is divided by its Frobenius norm first, so that its length has no effect. After five steps singular
     values of 0.0015 of that norm and more are between 0.68 and 1.21; smaller ones are multiplied by up to 485. The
-    singular vectors stay. Large products of float32 matrices are taken in bfloat16, as in Muon: they take half the
-    time, and rounding is less than what the polynomial leaves.
+    singular vectors stay. Large products of float32 matrices are taken in bfloat16, as in Muon, but on CPUs without
+    instructions for it: they take half the time, and rounding is less than what the polynomial leaves.
 
     Args:
         matrix: `[n, rows, columns]`.
@@ -44,7 +43,9 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     found = matrix.mT if turned else matrix
     found = found / frobenius_norm(found)
     width = found.shape[-2]
-    if matrix.dtype is torch.float32 and width > _NARROW and found[0].numel() * width > _FEW:
+    pays = width > _NARROW and found[0].numel() * width > _FEW
+    # Without these instructions products in bfloat16 take 6 to 14 times as long as in float32 (AVX2, torch 2.13).
+    if matrix.dtype is torch.float32 and pays and (not matrix.is_cpu or _cpu_has("avx512_bf16")):
         found = found.bfloat16()
     rows, columns = found.shape[-2:]
     if _wants_eights(found):
@@ -70,7 +71,7 @@ def _polynomial(rows: Tensor, b: float, c: float) -> Tensor:
     On a CPU products of wide matrices are taken by halves, but not in bfloat16 where the CPU has AMX: there whole ones
     are quicker (400 × 785: five steps in 4.2 ms, by halves in 6.5; one core, torch 2.13).
     """
-    if rows.shape[-2] <= WHOLE or not rows.is_cpu or (rows.dtype is torch.bfloat16 and _has_amx()):
+    if rows.shape[-2] <= WHOLE or not rows.is_cpu or (rows.dtype is torch.bfloat16 and _cpu_has("amx_bf16")):
         # Of one matrix in bfloat16 `bmm` takes up to three times as long as `mm` (a CPU with AMX, torch 2.13).
         gram = (rows[0] @ rows[0].mT).unsqueeze(0) if len(rows) == 1 else rows @ rows.mT
         return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -80,10 +81,9 @@ def _polynomial(rows: Tensor, b: float, c: float) -> Tensor:
     return square.mul_(c).add_(gram, alpha=b)
 
 
-@lru_cache(maxsize=1)
-def _has_amx() -> bool:
-    """Return whether the CPU has matrix units for bfloat16."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+def _cpu_has(instructions: str) -> bool:
+    """Return whether the CPU has these instructions, as torch names them."""
+    return bool(torch.cpu.get_capabilities().get(instructions, False))
 
 
 def orthogonal_factors(matrices: Sequence[Tensor], alone: Collection[int] = ()) -> list[Tensor]:

@@ -35,13 +35,24 @@ def test_singular_values_go_through_the_polynomial_and_vectors_stay(rows: int, c
     [(1, 80, 1e-3), (16, 64, 1e-3), (16, 80, 1e-3), (1, 120, 0.1)],
     ids=["one", "narrow", "many", "large: bfloat16"],
 )
-def test_products_of_small_and_of_narrow_matrices_keep_float32(count: int, width: int, tolerance: float) -> None:
+def test_products_of_small_and_of_narrow_matrices_keep_float32(
+    monkeypatch: pytest.MonkeyPatch, count: int, width: int, tolerance: float
+) -> None:
+    monkeypatch.setattr(orthogonal, "_cpu_has", lambda _: True)
     torch.manual_seed(0)
     matrices = torch.randn(count, width, width + 1, dtype=torch.float64)
     expected = torch.stack([written_out(matrix) for matrix in matrices])
     found = orthogonalised(matrices.float()).double()
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     assert tolerance < 0.1 or (found - expected).abs().max() > 1e-3, "these were taken in bfloat16"
+
+
+def test_products_keep_float32_on_a_cpu_without_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orthogonal, "_cpu_has", lambda _: False)
+    torch.manual_seed(0)
+    matrices = torch.randn(1, 120, 121, dtype=torch.float64)
+    expected = torch.stack([written_out(matrix) for matrix in matrices])
+    torch.testing.assert_close(orthogonalised(matrices.float()).double(), expected, rtol=0, atol=1e-3)
 
 
 def test_singular_values_come_near_one() -> None:
@@ -82,7 +93,7 @@ def test_wide_matrices_whose_products_are_taken_by_halves_come_out_alike(monkeyp
 
 @pytest.mark.parametrize(("count", "amx"), [(1, True), (2, True), (2, False)])
 def test_products_in_bfloat16_are_right_on_every_cpu(monkeypatch: pytest.MonkeyPatch, count: int, amx: bool) -> None:
-    monkeypatch.setattr(orthogonal, "_has_amx", lambda: amx)
+    monkeypatch.setattr(orthogonal, "_cpu_has", lambda name: amx or name != "amx_bf16")
     for module in (orthogonal, products):
         monkeypatch.setattr(module, "WHOLE", 16)
     torch.manual_seed(0)
