@@ -66,4 +66,5 @@ def _command(report: Mapping[str, Any]) -> str:
 def _machine(machine: Mapping[str, Any]) -> str:
     threads = f"{machine['torch_threads']} thread{'s' * (machine['torch_threads'] > 1)}"
     device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
-    return f"{device}{machine['processor']}, {machine['cores']} cores, {threads}, torch {machine['torch']}"
+    has = f" ({machine['instructions']})" if "instructions" in machine else ""  # older results do not say it
+    return f"{device}{machine['processor']}{has}, {machine['cores']} cores, {threads}, torch {machine['torch']}"

@@ -46,6 +46,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return what decides how fast a benchmark runs, and nothing that tells one owner's machine from another's."""
     return {
         "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # processors of one name differ: "AVX2", "AVX512"
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

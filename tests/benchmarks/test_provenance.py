@@ -40,7 +40,7 @@ def test_a_result_records_what_made_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert report["commit"] == "abc1234-dirty"
     age = datetime.now(UTC) - datetime.fromisoformat(report["date"])
     assert 0 <= age.total_seconds() < 60
-    assert {"processor", "cores", "torch_threads", "torch"} <= report["machine"].keys()
+    assert {"processor", "instructions", "cores", "torch_threads", "torch"} <= report["machine"].keys()
     assert report["wall_seconds"] > 0
 
 
@@ -109,4 +109,14 @@ def test_a_row_says_whose_trials_and_runs_were_taken(
     report |= {"command": "python it.py", "machine": machine}
     (tmp_path / "one.json").write_text(json.dumps(report))
     monkeypatch.setattr("benchmarks.figures_table.RESULTS", tmp_path)
-    assert table().splitlines()[-1].endswith(f"| 2026-01-02 | {commits} |")
+    row = table().splitlines()[-1]
+    assert row.endswith(f"| 2026-01-02 | {commits} |")
+    assert "| one, 2 cores, 1 thread, torch 2.13 |" in row
+
+
+def test_a_row_says_which_instructions_the_processor_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {"processor": "one", "instructions": "AVX2", "cores": 2, "torch_threads": 1, "device": "cpu"}
+    report = {"date": "2026-01-02T03:04:05", "commit": "1234567", "command": "python it.py"}
+    (tmp_path / "one.json").write_text(json.dumps({**report, "machine": {**machine, "torch": "2.13"}}))
+    monkeypatch.setattr("benchmarks.figures_table.RESULTS", tmp_path)
+    assert "| one (AVX2), 2 cores, 1 thread, torch 2.13 |" in table()
