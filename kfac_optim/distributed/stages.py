@@ -18,9 +18,10 @@ from kfac_optim.step.stages import Stages
 class PipelineStages(Stages):
     """Has the stages of one pipeline agree on each step, and adds up what they say of its length.
 
-    Two small all-reduces a step go through a process group of our own with the ranks of the pipeline. The first one is
-    launched before those of ranks that train the same stage, on all ranks, so that no order can differ: what one rank
-    of one stage knows then reaches all ranks of all stages.
+    Three small all-reduces a step go through a process group of our own with the ranks of the pipeline. The first one
+    is launched before those of ranks that train the same stage, on all ranks, so that no order can differ: what one
+    rank of one stage knows then reaches all ranks of all stages. The other two bring together what the ranks of each
+    stage already agree on.
 
     Args:
         group: the ranks of the stages of this copy of the model, in their order.
@@ -65,6 +66,11 @@ class PipelineStages(Stages):
                 f"stage has {kl_clip}, others have {shown[0]} and {shown[1]}. Set the same value in all of them."
             )
         return not unfinished, most, told or None
+
+    def any(self, here: bool) -> bool:
+        assert self._made is not None, "the step began by `agree`"
+        mine = torch.tensor(float(here), device=self._made.device)
+        return bool(self._made.all_reduce("statistics of stages", mine, dist.ReduceOp.MAX).wait())
 
     def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
         """Return sums over all stages, in float64, the same bits on each.

@@ -104,7 +104,7 @@ class Engine:
         count = self.window.close()._replace(summed=agreement.summed)
         if objective is not None:
             objective.loss_scale = admission.loss_scale
-        is_sampled = self._fold(blocks, count, admission)
+        is_sampled = self.executor.stages.any(self._fold(blocks, count, admission))
         if is_sampled:
             follows = kl_clip is not None and self.choices.adapt_damping is None
             unit = self.choices.step_size.loss_unit(memory) if follows else 1.0

@@ -36,6 +36,14 @@ class Stages:
         """
         return finite, summed, None
 
+    def any(self, here: bool) -> bool:
+        """Return whether something is so in any stage, where each knows whether it is so in its own.
+
+        Args:
+            here: whether it is so in this one.
+        """
+        return here
+
     def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
         """Return sums over this stage as those over all stages, as of one process.
 

@@ -144,6 +144,7 @@ def trained(
     decays: Sequence[float] = (1.0, 1.0),
     stated: int | None = None,
     unfrozen: int = 0,
+    frozen: Sequence[int] = (),
 ) -> list[Tensor]:
     """Train one of two stages, each with a rate that falls in its own way; None trains both, in one process.
 
@@ -153,6 +154,8 @@ def trained(
         decays: what multiplies the rate of each stage at each step.
         stated: the terms of the loss, which the first stage is not told.
         unfrozen: the step from which on a further layer at the front is trained; 0 is without one.
+        frozen: the steps at which the first layer is not trained, without a further one all of the first stage; all
+            steps then have the same examples.
     """
     model = net()
     if unfrozen:
@@ -171,9 +174,9 @@ def trained(
     rates = LambdaLR(optimizer, [lambda step, fall=fall: fall**step for fall in falls])
     for step in range(2 * STEPS):
         optimizer.zero_grad()
-        x, y = batch(step)
+        x, y = batch(0 if frozen else step)
         if number != 1:
-            parts[0][0].requires_grad_(step >= unfrozen)
+            parts[0][0].requires_grad_(step >= unfrozen and step not in frozen)
         if stated is not None and number != 0:
             optimizer.set_loss_terms(stated)
         if number is None:
@@ -211,6 +214,12 @@ def test_the_last_stage_tells_them_also_at_steps_without_statistics_of_its_own(t
     """A layer that is unfrozen gives its first statistics at once."""
     periods = {"factor_update_period": 2 * STEPS, "inverse_update_period": 2 * STEPS}
     how = {"loss_terms": LossTerms.ELEMENTS, **periods}, (1.0, 1.0), None, STEPS
+    assert_like_one_process(two_ranks.run(trained, *how), *how)
+
+
+def test_a_stage_that_is_frozen_meanwhile_keeps_to_the_unit_of_the_loss(two_ranks: Ranks) -> None:
+    """The region is small, and the loss falls: so it grows at each step, and with it what multiplies the damping."""
+    how = {"kl_clip": 1e-9, "factor_update_period": 2}, (1.0, 1.0), None, 0, (2, 3, 4)
     assert_like_one_process(two_ranks.run(trained, *how), *how)
 
 
