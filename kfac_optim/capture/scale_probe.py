@@ -131,7 +131,10 @@ class ScaleProbe:
 
 def _part_of(gradient: Tensor) -> Tensor:
     """Return as many elements as it takes to see a common factor, `[n]`; all of a sharded gradient, in its shape."""
-    return gradient.detach() if is_sharded(gradient) else gradient.detach().reshape(-1)[:_MOST]
+    if is_sharded(gradient):
+        return gradient.detach()
+    # From everywhere, as most rows of an embedding's gradient may be zero, and the first ones all of them.
+    return gradient.detach().reshape(-1)[:: math.ceil(gradient.numel() / _MOST)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

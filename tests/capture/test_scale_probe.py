@@ -11,7 +11,7 @@ from torch import nn
 from kfac_optim import KFACOptimizer
 from kfac_optim.capture.scale_probe import ScaleProbe
 
-Edit = Callable[[nn.Sequential], object]
+Edit = Callable[[nn.Module], object]
 
 
 def all_by(number: float) -> Edit:
@@ -57,6 +57,21 @@ def test_only_a_factor_of_all_gradients_is_one_of_the_loss(name: str) -> None:
         assert g is not None
         assert plain is not None
         torch.testing.assert_close(g, expected * plain, rtol=1e-9, atol=0)
+
+
+def test_tokens_from_anywhere_in_a_large_vocabulary_show_it() -> None:
+    tokens = torch.randint(5000, 10000, (300,), generator=torch.Generator().manual_seed(0))
+    found = []
+    for divisor in (1, 3):
+        torch.manual_seed(0)
+        model = nn.Embedding(10000, 4).double()
+        optimizer = KFACOptimizer(model, lr=0.0)
+        for part in tokens.chunk(divisor):
+            model(part).square().mean().backward()
+        all_by(1 / divisor)(model)
+        optimizer.step()
+        found.append(optimizer.factors())
+    assert_same_factors(*found, rtol=1e-9)
 
 
 class Part(nn.Parameter):
