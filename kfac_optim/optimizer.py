@@ -560,7 +560,7 @@ class KFACOptimizer(JoinableOptimizer):
         It does what `torch.nn.utils.clip_grad_norm_` does, over the parameters of this optimizer, and is also right
         under `Sharded`, where `.grad` holds the mean over ranks on one rank only. There it is a collective: call it on
         all ranks, after the last backward of a step. For parameters that `fully_shard` has sharded torch's own is right
-        as well.
+        as well. In a pipeline (`DistributedConfig(pipeline=...)`) the norm is that of all stages, which all call it.
 
         Raises:
             TypeError: `max_norm` or `norm_type` is no number.

@@ -283,7 +283,7 @@ class DistributedExecutor(Executor):
                 )
             # Every rank with examples has the mean of all gradients.
             return super().clip_grad_norm_(trained, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        norm = self.grad_norm(trained, norm_type)
+        norm = self.stages.norm(self.grad_norm(trained, norm_type), norm_type)
         self.clip(trained, max_norm, norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         return norm
 
@@ -298,22 +298,10 @@ class DistributedExecutor(Executor):
         owned = self.gradients.owned(trained.params)
         return self.gradients.norm([param.grad for param in owned if param.grad is not None], norm_type)
 
-    def clip(
-        self, trained: Trained, max_norm: float, norm: Tensor, norm_type: float, *, error_if_nonfinite: bool
-    ) -> None:
-        """Scale the gradients that are updated here as `clip_grad_norm_` does, where their norm `[]` is known.
-
-        Raises:
-            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
-        """
-        owned = self.gradients.owned(trained.params)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
-                "clipped; pass error_if_nonfinite=False to scale them all the same."
-            )
+    def _scale_gradients(self, params: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        owned = self.gradients.owned(params)
         for mesh in {mesh_of(param) for param in owned}:  # torch takes those of one mesh at once
-            nn.utils.clip_grads_with_norm_([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
+            super()._scale_gradients([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
         self._edits.note()
 
     def consolidate(self, trained: Trained, to: int | None) -> None:

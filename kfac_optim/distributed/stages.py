@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
+from kfac_optim.distributed.communication.process_groups import device_of, own_groups, timeout_of
+from kfac_optim.distributed.gradients.flow import total_norm
 from kfac_optim.fisher.estimates import NamedLoss
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.scalars import Scalar, scalars
@@ -71,6 +72,9 @@ class PipelineStages(Stages):
         assert self._made is not None, "the step began by `agree`"
         mine = torch.tensor(float(here), device=self._made.device)
         return bool(self._made.all_reduce("statistics of stages", mine, dist.ReduceOp.MAX).wait())
+
+    def norm(self, own: Tensor, order: float) -> Tensor:
+        return total_norm([own], order, self._communicator(device_of(self._group)), own.dtype)
 
     def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
         """Return sums over all stages, in float64, the same bits on each.

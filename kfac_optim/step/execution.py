@@ -169,8 +169,33 @@ class Executor:
     def clip_grad_norm_(
         self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
-        """Clip the norm of all gradients together, and return the norm before, `[]`."""
-        return nn.utils.clip_grad_norm_(trained.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        """Clip the norm of all gradients together, and return the norm before, `[]`.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        """
+        grads = [param.grad for param in trained.params if param.grad is not None]
+        norm = self.stages.norm(nn.utils.get_total_norm(grads, norm_type), norm_type)
+        self.clip(trained, max_norm, norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return norm
+
+    def clip(
+        self, trained: Trained, max_norm: float, norm: Tensor, norm_type: float, *, error_if_nonfinite: bool
+    ) -> None:
+        """Scale the gradients that are updated here as `clip_grad_norm_` does, where their norm `[]` is known.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        """
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
+                "clipped; pass error_if_nonfinite=False to scale them all the same."
+            )
+        self._scale_gradients(trained.params, max_norm, norm)
+
+    def _scale_gradients(self, params: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         """Hold all states and momentum on rank `to` until the next step; None holds each block on one of its owners.

@@ -44,6 +44,15 @@ class Stages:
         """
         return here
 
+    def norm(self, own: Tensor, order: float) -> Tensor:
+        """Return the norm of the gradients of all stages, `[]`; a collective.
+
+        Args:
+            own: that of the gradients of this stage, `[]`.
+            order: the order of the norm.
+        """
+        return own
+
     def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
         """Return sums over this stage as those over all stages, as of one process.
 

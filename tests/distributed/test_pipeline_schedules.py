@@ -145,6 +145,7 @@ def trained(
     stated: int | None = None,
     unfrozen: int = 0,
     frozen: Sequence[int] = (),
+    max_norm: float | None = None,
 ) -> list[Tensor]:
     """Train one of two stages, each with a rate that falls in its own way; None trains both, in one process.
 
@@ -156,6 +157,8 @@ def trained(
         unfrozen: the step from which on a further layer at the front is trained; 0 is without one.
         frozen: the steps at which the first layer is not trained, without a further one all of the first stage; all
             steps then have the same examples.
+        max_norm: what gradients are clipped to from the second step on: the first one shows what the schedule has
+            divided them by.
     """
     model = net()
     if unfrozen:
@@ -185,6 +188,8 @@ def trained(
             pipeline.step(x)
         else:
             pipeline.step(target=y)
+        if max_norm is not None and step > 0:
+            optimizer.clip_grad_norm_(max_norm)
         optimizer.step()
         rates.step()
     return [param.detach() for part in parts for param in part.parameters()]
@@ -220,6 +225,12 @@ def test_the_last_stage_tells_them_also_at_steps_without_statistics_of_its_own(t
 def test_a_stage_that_is_frozen_meanwhile_keeps_to_the_unit_of_the_loss(two_ranks: Ranks) -> None:
     """The region is small, and the loss falls: so it grows at each step, and with it what multiplies the damping."""
     how = {"kl_clip": 1e-9, "factor_update_period": 2}, (1.0, 1.0), None, 0, (2, 3, 4)
+    assert_like_one_process(two_ranks.run(trained, *how), *how)
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 0.5])
+def test_gradients_are_clipped_to_the_norm_over_all_stages(two_ranks: Ranks, max_norm: float) -> None:
+    how = {"kl_clip": 1e-3}, (1.0, 1.0), None, 0, (), max_norm
     assert_like_one_process(two_ranks.run(trained, *how), *how)
 
 
