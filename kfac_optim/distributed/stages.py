@@ -1,5 +1,6 @@
 """The stages of a pipeline: each rank has an optimizer for its part of the model, and one trust region bounds all."""
 
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -37,7 +38,14 @@ class PipelineStages(Stages):
         self._made: Communicator | None = None
 
     def agree(
-        self, *, finite: bool, summed: float, terms: float | Tensor | None, kl_clip: float | None, device: torch.device
+        self,
+        *,
+        finite: bool,
+        summed: float,
+        terms: float | Tensor | None,
+        kl_clip: float | None,
+        step_size: object,
+        device: torch.device,
     ) -> tuple[bool, float, float | None]:
         """Return what is known of all stages together.
 
@@ -49,19 +57,26 @@ class PipelineStages(Stages):
             summed: `LossCount.summed` of this stage.
             terms: the terms that this stage has to tell, `LossTally.told`.
             kl_clip: the `kl_clip` of the param groups of this stage.
+            step_size: the step size of this stage.
             device: the device of its parameters.
 
         Raises:
-            ValueError: the stages have different `kl_clip`.
+            ValueError: the stages have different `kl_clip`, or step sizes of different kinds.
             CollectiveError: some stage never came.
         """
         clip = -1.0 if kl_clip is None else float(kl_clip)
         told = float(terms) if self.is_last and terms is not None else 0.0
-        mine = torch.tensor([not finite, summed, clip, -clip, told], dtype=torch.float64, device=device)
+        kind = float(zlib.crc32(type(step_size).__name__.encode()))  # the same number in all processes
+        mine = torch.tensor([not finite, summed, clip, -clip, kind, -kind, told], dtype=torch.float64, device=device)
         largest = self._communicator(device).all_reduce("stages", mine, dist.ReduceOp.MAX).wait().tolist()
-        unfinished, most, highest, lowest, told = largest[0], largest[1], largest[2], -largest[3], largest[4]
-        if highest != lowest:
-            shown = [None if each < 0 else each for each in (lowest, highest)]
+        unfinished, most, highest, lowest, last_kind, first_kind, told = largest
+        if last_kind != -first_kind:
+            raise ValueError(
+                "kfac_optim: one trust region bounds all stages of the pipeline, and others take steps of another kind "
+                f"than this one: this stage has step_size={step_size}. Pass the same step_size in all of them."
+            )
+        if highest != -lowest:
+            shown = [None if each < 0 else each for each in (-lowest, highest)]
             raise ValueError(
                 f"kfac_optim: one trust region bounds all stages of the pipeline, and their kl_clip differs: this "
                 f"stage has {kl_clip}, others have {shown[0]} and {shown[1]}. Set the same value in all of them."

@@ -122,7 +122,12 @@ class Gate:
         here = not is_finite
         stages, tally = self.executor.stages, self.window.tally
         is_finite, summed, terms = stages.agree(
-            finite=is_finite, summed=tally.summed(), terms=tally.told(), kl_clip=kl_clip, device=device
+            finite=is_finite,
+            summed=tally.summed(),
+            terms=tally.told(),
+            kl_clip=kl_clip,
+            step_size=self.choices.step_size,
+            device=device,
         )
         if not stages.is_last:
             tally.take(terms)

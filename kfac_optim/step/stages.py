@@ -20,7 +20,14 @@ class Stages:
     is_last = True
 
     def agree(
-        self, *, finite: bool, summed: float, terms: float | Tensor | None, kl_clip: float | None, device: torch.device
+        self,
+        *,
+        finite: bool,
+        summed: float,
+        terms: float | Tensor | None,
+        kl_clip: float | None,
+        step_size: object,
+        device: torch.device,
     ) -> tuple[bool, float, float | None]:
         """Return what is known of all stages together.
 
@@ -32,6 +39,7 @@ class Stages:
             summed: `LossCount.summed` of this stage.
             terms: `LossTally.told` of this stage.
             kl_clip: the `kl_clip` of its param groups.
+            step_size: its step size.
             device: the device of its parameters.
         """
         return finite, summed, None

@@ -299,12 +299,20 @@ def refused(rank: int) -> list[str]:
     part(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
     with pytest.raises(ValueError, match="kl_clip differ") as clips:
         optimizer.step()
-    return [*found, str(clips.value)]
+    other = KFACOptimizer(
+        part,
+        distributed=DistributedConfig(**groups, timeout=TIMEOUT),
+        step_size=(AdaptiveTrustRegion(), TrustRegion())[rank],
+    )
+    part(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
+    with pytest.raises(ValueError, match="take steps of another kind") as kinds:
+        other.step()
+    return [*found, str(kinds.value), str(clips.value)]
 
 
 def test_what_stages_cannot_agree_on_is_refused_by_name(two_ranks: Ranks) -> None:
     for answer in two_ranks.run(refused):
-        assert "this stage has" in answer[-1]
+        assert all("this stage has" in each for each in answer[-2:])
 
 
 def overflow_of_the_first_stage(number: int) -> list[float]:
