@@ -56,7 +56,7 @@ class Stages:
         """Return the norm of the gradients of all stages, `[]`; a collective.
 
         Args:
-            own: that of the gradients of this stage, `[]`.
+            own: the norm of the gradients of this stage, `[]`.
             order: the order of the norm.
         """
         return own
