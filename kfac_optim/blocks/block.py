@@ -62,7 +62,10 @@ class LayerUse:
     def is_refused(self) -> bool:
         """Return whether the module was parametrized or pruned since, and so no longer uses the trained tensor."""
         unexpected = "parametrizations" in self.module._modules and not self.adapter.expects_parametrized
-        return (unexpected and is_parametrized(self.module)) or self.adapter.refusal(self.module) is not None
+        if (unexpected and is_parametrized(self.module)) or self.adapter.refusal(self.module) is not None:
+            return True
+        # A pruned bias is trained under this name, and masked where it is used; of weights the adapters know.
+        return any(f"{name}_orig" in self.module._parameters for name in self.spec.params)
 
 
 class RefreshUnderWay(NamedTuple):

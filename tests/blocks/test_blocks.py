@@ -312,6 +312,26 @@ def test_a_layer_parametrized_or_pruned_after_construction_takes_the_step_of_sgd
         assert "0" not in optimizer.factors()
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4)], ids=["linear", "norm"])
+def test_a_layer_whose_bias_is_pruned_after_construction_takes_the_step_of_sgd(make: Callable[[], nn.Module]) -> None:
+    """The bias is trained as `bias_orig` and masked where it is used: it is no column of the matrix any more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Tanh(), nn.Linear(4, 3)).double()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, factor_update_period=1)
+    train(model, optimizer, 2)
+    prune.l1_unstructured(model[0], "bias", amount=0.5)
+    optimizer.zero_grad()
+    square_loss(model(batch())).backward()
+    before = clones(model[0].parameters())
+    with pytest.warns(UserWarning, match="1 layer has gradients but no statistics.*parametrized or pruned since"):
+        optimizer.step()
+    for param, start in zip(model[0].parameters(), before, strict=True):
+        assert torch.equal(param, sgd_step(start, param.grad, 0.1))
+    prune.remove(model[0], "bias")
+    train(model, optimizer, 1)
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+
+
 def test_a_lazy_layer_trained_first_and_given_to_the_optimizer_later_is_preconditioned() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(3))
