@@ -79,7 +79,9 @@ class FunctionalUses(ForwardListener, GraphUses):
         self._owners: dict[nn.Module, Handle] = {}
         self._others: dict[nn.Parameter, list[str]] = {}
         self._last: dict[nn.Parameter, ForwardCall] = {}
-        self._looking = self._looked = False
+        self._looking = self._looked = self._builds_graph = False
+        self._dropped: set[nn.Parameter] = set()
+        self._told: set[nn.Parameter] = set()
         self.derivatives = DerivativeUses(self._window, emitted)
         self.mode: ProductMode = ProductMode(self)
 
@@ -139,7 +141,7 @@ class FunctionalUses(ForwardListener, GraphUses):
 
     def look(self) -> None:
         """Note that a forward of the model runs in the mode, perhaps in a graph."""
-        self._looking = True
+        self._looking, self._builds_graph = True, torch.is_grad_enabled()
         self._last.clear()
         self._tensors.look()
         self.derivatives.begin_forward()
@@ -190,7 +192,23 @@ class FunctionalUses(ForwardListener, GraphUses):
     def end_step(self) -> None:
         """Note that a step was taken: what its forwards did not show is not looked for any more."""
         self._others.clear()
+        self._dropped.clear()
         self._looked |= self._looking
+
+    def take_unseen(self) -> list[nn.Parameter]:
+        """Return candidates with a gradient whose products were computed without a graph, each once.
+
+        So they are where a checkpoint runs them again within backward, outside of all modes.
+        """
+        found = [param for param in self._dropped & self._candidates - self._told if param.grad is not None]
+        self._told.update(found)
+        return found
+
+    def _note_without_graph(self, weight: nn.Parameter) -> None:
+        """Note a product in a part of a forward that builds no graph, though the forward does."""
+        window = self._window()
+        if window is not None and self._builds_graph and not torch.is_grad_enabled() and weight.requires_grad:
+            self._dropped.add(window.shards.known(weight))
 
     def unmeasured(self) -> dict[nn.Parameter, str]:
         """Return parameters that a function used as another layer's weight outside their own modules, and its name."""
@@ -247,6 +265,8 @@ class FunctionalUses(ForwardListener, GraphUses):
     def saw_product(self, product: Product, output: Tensor) -> Tensor:
         window = self._window()
         if window is None or not window.takes(output):
+            if not torch.compiler.is_compiling():
+                self._note_without_graph(product.weight)
             return output
         if torch.compiler.is_compiling():
             return self._seen_in_graph(window, product, output)
@@ -271,6 +291,7 @@ class FunctionalUses(ForwardListener, GraphUses):
         return self._tensors.knows(param)
 
     def saw_tensor(self, product: TensorProduct, output: Tensor, *, in_place: bool) -> Tensor:
+        self._note_without_graph(product.weight)
         output, claimed = self._tensors.saw(product, output, in_place=in_place)
         if claimed is not None:
             self._listening.append(claimed)

@@ -208,10 +208,16 @@ class ModelBinding:
         """Leave to SGD each block whose parameter a function used in a way that is not measured.
 
         Returns:
-            The reasons, new ones only.
+            The reasons, new ones only, with those of parameters of which no block is made.
         """
+        names = self.names() if (unseen := self._functional.take_unseen()) else {}
+        recomputed = [
+            f"no product with {names[param]!r} is seen, as it is computed without a graph, perhaps again within "
+            "backward (checkpoint with use_reentrant=True; pass False, or have a module of its own compute the product)"
+            for param in sorted(unseen, key=names.__getitem__)
+        ]
         if not (unmeasured := self._functional.unmeasured()):
-            return []
+            return recomputed
         covered = {block.params[0]: block for block in self.coverage.blocks}
         reasons = {
             covered[param]: f"{covered[param].param_names[0]!r} is used by {function} in a way that is not measured"
@@ -219,7 +225,7 @@ class ModelBinding:
             if param in covered
         }
         self._exclude(reasons)
-        return list(reasons.values())
+        return [*reasons.values(), *recomputed]
 
     def end_check(self, unaccounted: Collection[KFACBlock]) -> list[str]:
         """Conclude from a step in which only a part of these blocks' gradients was captured.

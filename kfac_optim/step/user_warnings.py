@@ -244,18 +244,19 @@ class UserWarnings:
 _UNSEEN = "gradients but no statistics"
 
 _WHY_UNSEEN = (
-    "One of these is why. (1) No finite statistics came yet, or zero_grad() came between their backward and the step. "
-    "(2) The layer was parametrized or pruned since, or was given another parameter; one that is tied to another "
+    "One of these is why. (1) No finite statistics came yet, or zero_grad() came between their backward and the step."
+    " (2) The layer was parametrized or pruned since, or was given another parameter; one that is tied to another "
     "layer's is measured from the next period on. (3) Its forward or backward is out of sight: torch.func, "
-    "weight_norm, spectral_norm or einsum inside of what is compiled, torch.cond, a loop such as scan, gradients from "
-    "autograd.grad or set by hand, torch's compiled autograd, or a forward of its own that multiplies by something "
-    "else than its weight. (4) A graph that torch.compile made of a model without these hooks is taken for this one: "
-    "call torch._dynamo.reset() before the optimizer is built. (5) The estimate names the loss, and its output is not "
-    "found (under torch.compile call the criterion that the estimate names, outside of what is compiled), or the "
-    "criterion reads another output of the same forward (call optimizer.observe() on what the loss reads there), or "
-    "the layer is checkpointed with use_reentrant=True (pass use_reentrant=False). (6) Its input is changed in place "
-    "before backward, which metrics()['dropped_calls'] counts. optimizer.summary() tells what is measured; later such "
-    "steps are counted in metrics()['unpreconditioned_blocks']."
+    "weight_norm, spectral_norm or einsum inside of what is compiled, torch.cond, a loop such as scan, a matrix of "
+    "its own module within checkpoint(use_reentrant=True), gradients from autograd.grad or set by hand, torch's "
+    "compiled autograd, or a forward of its own that multiplies by something else than its weight. (4) A graph that "
+    "torch.compile made of a model without these hooks is taken for this one: call torch._dynamo.reset() before the "
+    "optimizer is built. (5) The estimate names the loss, and its output is not found (under torch.compile call the "
+    "criterion that the estimate names, outside of what is compiled), or the criterion reads another output of the "
+    "same forward (call optimizer.observe() on what the loss reads there), or the layer is checkpointed with "
+    "use_reentrant=True (pass use_reentrant=False). (6) Its input is changed in place before backward, which "
+    "metrics()['dropped_calls'] counts. optimizer.summary() tells what is measured; later such steps are counted in "
+    "metrics()['unpreconditioned_blocks']."
 )
 
 

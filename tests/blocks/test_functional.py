@@ -1203,6 +1203,32 @@ class Recomputed(nn.Module):
         return self.out(checkpoint(self.body, x, use_reentrant=True))
 
 
+class RecomputesItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.weight, self.out = nn.Linear(4, 5), nn.Parameter(torch.randn(5, 5)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.out(checkpoint(lambda h: torch.tanh(h @ self.weight), self.into(x), use_reentrant=True))
+        return output
+
+
+def test_a_matrix_whose_products_reentrant_checkpointing_hides_is_named_and_takes_the_sgd_step() -> None:
+    torch.manual_seed(0)
+    model = RecomputesItsOwn().double()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        square_loss(model(batch(step))).backward()
+        before = model.weight.detach().clone()
+        if step == 0:
+            with pytest.warns(UserWarning, match=r"no product with 'weight' is seen.*use_reentrant=True"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert torch.equal(model.weight, before - 0.1 * model.weight.grad)
+
+
 def test_what_reentrant_checkpointing_runs_again_is_measured_as_if_run_once() -> None:
     models = [Recomputed(recompute) for recompute in (False, True)]
     optimizers = [KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1) for model in models]
