@@ -18,8 +18,8 @@ from kfac_optim.distributed.communication.segments import filled_up
 from kfac_optim.distributed.gradients.continuation import continued, continues_at_once
 from kfac_optim.distributed.gradients.deliveries import Segment
 from kfac_optim.distributed.gradients.sharded_gradients import ShardedGradients
-from kfac_optim.utils.autograd import in_backward, on_gradient
-from kfac_optim.utils.hooks import PicklableHook, call_if_there
+from kfac_optim.utils.autograd import after_backward, in_backward, on_gradient, reaches, running_backward
+from kfac_optim.utils.hooks import PicklableHook, call_if_there, weakly
 
 
 class OwnersHook:
@@ -30,8 +30,8 @@ class OwnersHook:
     [Note: several backwards] Where several backwards of a step reduce, a bucket holds accumulated gradients: on the
     owner the mean of the earlier backwards, on other ranks their local sums. So the owner keeps what turns its mean
     into the local sum again, until the gradient is dropped. It was dropped if it is None, or was written to since the
-    step, which can only have zeroed it. The hook looks before a forward, and again before the next gradient is added.
-    (Gradients that are views of DDP's buckets are all written to together: for them only the first look can tell.)
+    step, or is zero and was written to since the last backward. The hook looks before a forward, and again before a
+    backward adds anything. (Gradients that are views of DDP's buckets are all written to together.)
     What a backward without reduction adds after one with reduction is averaged by nobody, unless another one reduces
     later: so every such addition is noted (`ShardedGradients.note_added`).
 
@@ -56,10 +56,11 @@ class OwnersHook:
         self._group = wrapper.process_group
         self._wrapper = weakref.ref(wrapper)
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
-        self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
+        self._left: dict[Tensor, int] = {}  # of each of them, the version that the last backward or step has left
+        self._is_step_over = False  # whether it was a step
+        self._backward = -1  # the last one that has added to gradients, by its number
         self._shadowed: list[tuple[Tensor, Tensor]] = []
         self._watched: set[int] = set()
-        self._views = wrapper.gradient_as_bucket_view
         self._backward_stream: torch.Stream | None = None
         look = weakref.WeakMethod(self._before_forward)
         wrapper.register_forward_pre_hook(PicklableHook(lambda *_: call_if_there(look)))
@@ -100,11 +101,15 @@ class OwnersHook:
     def forget(self) -> None:
         """Note that gradients were dropped, or are the mean on all ranks."""
         self._to_mean.clear()
-        self._stepped.clear()
+        self._left.clear()
 
     def stepped(self) -> None:
         """Note that a step was taken, or skipped, by the gradients as they are."""
-        self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+        self._note_versions(is_step_over=True)
+
+    def _note_versions(self, *, is_step_over: bool = False) -> None:
+        self._left = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+        self._is_step_over = is_step_over
 
     def _shadows(self) -> bool:
         """Return whether this rank has run out of examples, and buckets hold zeros; see `joining`."""
@@ -119,24 +124,32 @@ class OwnersHook:
 
     def _before_forward(self) -> None:
         for param in list(self._to_mean):
-            if param.grad is None or self._was_written_to(param, self._stepped.get(param)):
+            if self._was_dropped(param):
                 self._drop(param)
 
     def _before_accumulation(self, param: Tensor, gradient: Tensor) -> None:
         if self.flow is not None:
             self.flow.note_added(param, gradient)
-        version = self._stepped.pop(param, None)
-        if self._views:  # from now on their versions say nothing
-            self._stepped.clear()
-        if param.grad is None or (not self._views and self._was_written_to(param, version)):
-            self._drop(param)
+        if running_backward() != self._backward and reaches(param):
+            self._begin_backward()
 
-    def _was_written_to(self, param: Tensor, version: int | None) -> bool:
-        return version is not None and param.grad is not None and version != param.grad._version
+    def _begin_backward(self) -> None:
+        """Look at gradients, once in each backward and before it adds to any."""
+        if running_backward() != self._backward:
+            self._backward = running_backward()
+            self._before_forward()
+            self._left.clear()
+            after_backward(weakly(self._note_versions))
+
+    def _was_dropped(self, param: Tensor) -> bool:
+        if param.grad is None:
+            return True
+        is_written_to = self._left.get(param, param.grad._version) != param.grad._version
+        return is_written_to and (self._is_step_over or not bool(param.grad.any()))
 
     def _drop(self, param: Tensor) -> None:
         self._to_mean.pop(param, None)
-        self._stepped.pop(param, None)
+        self._left.pop(param, None)
 
     def _watch(self, param: Tensor) -> None:
         """Look at its gradient whenever another is about to be added to it."""
@@ -163,6 +176,8 @@ class OwnersHook:
         if shadows:
             for param in bucket.parameters():
                 self._drop(param)
+        else:
+            self._begin_backward()  # for gradients that are not watched yet, or that this backward adds nothing to
         if flow is not None:
             flow.bring(bucket.parameters())
             for param in bucket.parameters():
@@ -213,9 +228,6 @@ class OwnersHook:
     def _make_local(self, bucket: dist.GradBucket, flow: ShardedGradients) -> None:  # type: ignore[name-defined]
         """Take from the gradients that this rank owns what makes them the mean of backwards before."""
         for param, piece in self._own(bucket, flow):
-            self._stepped.pop(param, None)
-            if param.grad is None:  # it got none here, so that nobody has looked
-                self._drop(param)
             if param in self._to_mean:
                 piece.sub_(self._to_mean[param])
 
