@@ -180,11 +180,13 @@ class DistributedExecutor(Executor):
         self._describe(trained)
         blocks, params = trained.blocks, trained.params
         # Under Sharded() `.grad` differs between ranks; otherwise the training loop has to make it the mean.
-        compares = finite and not isinstance(self.agreement.strategy(), Sharded)
+        # A rank that has run out of examples gets the mean of others only after the vote.
+        compares = finite and not isinstance(self.agreement.strategy(), Sharded) and not self.joining.has_run_out
+        reduces = self._wrappers.take_reduces()
         if has_owners := isinstance(self.gradients, ShardedGradients):
             norm = self.gradients.norm_of_added() if finite else None
         else:
-            norm = self._averaging.norm(params) if compares else None
+            norm = self._averaging.norm(params, reduces=reduces) if compares else None
         # Where gradients are views of what a wrapper sends, a scaler's division looks like any other edit.
         wrapper = self._wrappers.latest
         views = wrapper is not None and wrapper.gradient_as_bucket_view

@@ -208,3 +208,39 @@ def test_steps_without_a_synchronised_backward_are_told_of(two_ranks: Ranks) -> 
     for step, message in two_ranks.run(refused, "whole", True):
         assert step == 2
         assert re.match("kfac_optim: the gradients of this step differ from rank to rank.*no_sync", message), message
+
+
+def late(rank: int, how: str) -> tuple[int, str]:
+    """The step that raises, and what it says: until the fourth the loop averages all that the wrapper does not."""
+    net = Net()
+    bare, last = net.backbone, net.head
+    if how == "unfrozen":
+        last.requires_grad_(False)
+    ignored = [name for name, _ in net.named_parameters() if name.startswith("backbone.0")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+    model = DistributedDataParallel(net)
+    optimizer = KFACOptimizer(model, **OPTIONS, distributed=DistributedConfig(strategy=Replicated()))
+    for step in range(6):
+        last.requires_grad_(how != "unfrozen" or step >= 4)
+        optimizer.zero_grad()
+        with model.no_sync() if how == "accumulated" and step >= 4 else nullcontext():
+            model(batch(rank, step)).square().mean().backward()
+        for param in bare.parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        if how == "accumulated":  # what runs before the step, and averages nothing, is no reason to look
+            with torch.no_grad():
+                model(batch(rank, step))
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize(("how", "name"), [("unfrozen", r"'head\.weight', 'head\.bias'"), ("accumulated", "this step")])
+def test_what_was_averaged_before_is_no_reason_not_to_look(two_ranks: Ranks, how: str, name: str) -> None:
+    for step, message in two_ranks.run(late, how):
+        assert step == 4
+        assert re.match(rf"kfac_optim: the gradients of {name} differ", message), message

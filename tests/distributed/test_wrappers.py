@@ -276,7 +276,10 @@ def test_a_wrapper_that_serves_another_optimizer_is_not_shared(
         assert re.search(words, message)
 
 
-def unfrozen_later(rank: int, strategy: Strategy) -> str:
+# -- what a wrapper does not average -------------------------------------------------------------------------------
+
+
+def unfrozen_later(rank: int, strategy: Strategy, rebuilds: bool) -> str:
     """DDP does not average what was frozen as it was built."""
     bare = build(Mixed)
     bare.hidden.requires_grad_(False)
@@ -284,6 +287,9 @@ def unfrozen_later(rank: int, strategy: Strategy) -> str:
     optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
     train(model, optimizer, 0, rank, range(2))
     bare.hidden.requires_grad_()
+    if rebuilds:
+        optimizer.remove_hooks()
+        optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
     try:
         train(model, optimizer, 0, rank, range(2, 4))
     except RuntimeError as error:
@@ -292,6 +298,28 @@ def unfrozen_later(rank: int, strategy: Strategy) -> str:
 
 
 def test_gradients_that_a_wrapper_does_not_know_are_told_of(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(unfrozen_later, Replicated()):
+    for message in two_ranks.run(unfrozen_later, Replicated(), False):
         assert "the gradients of 'hidden.weight' differ from rank to rank" in message
-    assert two_ranks.run(unfrozen_later, Sharded()) == ["", ""]
+    for message in two_ranks.run(unfrozen_later, Replicated(), True):
+        assert re.search("the gradients of this step differ from rank to rank.* anew where layers were unfro", message)
+    assert two_ranks.run(unfrozen_later, Sharded(), False) == ["", ""]
+
+
+def past_the_wrapper(rank: int, given: str, since: int) -> tuple[int, str]:
+    """The step that raises, and what it says; forwards go past the wrapper since a step, where there is one."""
+    bare = build(Mixed)
+    model = DistributedDataParallel(bare)
+    optimizer = KFACOptimizer({"model": model, "bare": bare}[given], **NUMBERS)
+    for step in range(6):
+        try:
+            train(bare if step >= since else model, optimizer, 0, rank, range(step, step + 1))
+        except RuntimeError as error:
+            return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize(("given", "since"), [("model", 0), ("model", 4), ("bare", 4), ("model", 6)])
+def test_forwards_that_go_past_the_wrapper_are_told_of(two_ranks: Ranks, given: str, since: int) -> None:
+    for step, message in two_ranks.run(past_the_wrapper, given, since):
+        assert step == (-1 if since == 6 else since)
+        assert since == 6 or re.search("gradients of this step differ.* call the wrapper and not its module", message)

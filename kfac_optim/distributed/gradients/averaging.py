@@ -1,7 +1,8 @@
 """Are the gradients of all ranks their mean, where the training loop has to see to it?"""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -11,47 +12,54 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_optim.utils.text import listed
 
 # Relative difference of gradient norms that rounding explains, where ranks take the same mean in another order; and
-# steps at which it is looked at, as norms may be near by chance. To look synchronises.
+# steps at which it is looked at, as norms may be near by chance. To look reads all gradients.
 SAME_GRADIENTS = 1e-5
 _STEPS_LOOKED_AT = 3
 
 
-class _Unseen(Enum):
-    """Gradients of which nobody is known to average them."""
-
-    ALL = "all"
-    """There is no wrapper."""
-    OUTSIDE = "outside"
-    """The wrapper does not have these parameters, or ignores them."""
-    UNSYNCHRONISED = "unsynchronised"
-    """The wrapper averages none, as its last forward ran under `no_sync`, or was an evaluation."""
-
-
 class AveragingCheck:
-    """Compares norms of gradients among ranks, at the first few steps with gradients that nobody is known to average.
+    """Compares norms of gradients among ranks, at the first few steps at which a parameter has a gradient.
+
+    That a model is wrapped says little: forwards may go past the wrapper, and it averages nothing that was frozen as
+    it was built. So what a wrapper has brought is compared like what the training loop has averaged.
 
     Args:
         wrapper: the wrapper of the model, or of a part of it; None: nothing is wrapped.
     """
 
     def __init__(self, wrapper: DistributedDataParallel | None) -> None:
-        self._wrapper = wrapper
         # DDP averages what was trained as it was built: as far as is known, what is trained as it is first seen.
         self._averaged: set[int] = set()
         if wrapper is not None:
             named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
             self._averaged = {id(param) for name, param in named if param.requires_grad and name not in ignored}
-        self._left = dict.fromkeys(_Unseen, _STEPS_LOOKED_AT)
+        self._looks: Counter[tuple[bool | None, int]] = Counter()
+        self._some: list[nn.Parameter] = []
 
-    def norm(self, params: Sequence[nn.Parameter]) -> float | None:
-        """Return the norm of those gradients here; None if there can be none, or they were compared often enough."""
-        unseen, chosen = self._unseen(params)
-        found = [grad for param in chosen if (grad := param.grad) is not None]
-        gradients = [grad.to(torch.promote_types(grad.dtype, torch.float64)) for grad in found]  # which may be complex
-        if not chosen or self._left[unseen] == 0 or (not gradients and unseen is _Unseen.OUTSIDE):
+    def norm(self, params: Sequence[nn.Parameter], *, reduces: bool | None) -> float | None:
+        """Return the norm of gradients here that were not compared often enough; None if all of them were.
+
+        Args:
+            params: the parameters of the optimizer.
+            reduces: whether the last forward in the wrapper has asked it to average, None if there was none since the
+                last step: what was compared in one of these ways says nothing of the others. It is the same on all
+                ranks, so that all of them choose the same parameters.
+        """
+        whole = [p for p in params if p.requires_grad and not _is_elsewhere(p if p.grad is None else p.grad)]
+        owed = [param for param in whole if self._looks[reduces, id(param)] < _STEPS_LOOKED_AT]
+        if not owed:
             return None
-        self._left[unseen] -= bool(gradients)  # where others have some, this rank is to say that it has none
-        return float(nn.utils.get_total_norm(gradients))
+        norms: tuple[dict[nn.Parameter, float], dict[nn.Parameter, float]] = {}, {}
+        for param, norm in zip(owed, _norms(owed), strict=True):
+            if norm > 0:
+                norms[bool(reduces) and id(param) not in self._averaged][param] = norm
+                self._looks[reduces, id(param)] += 1
+        inside, outside = norms
+        is_all = len(owed) == len(whole) and not (inside and outside)
+        self._some = [] if is_all else list(outside or inside)
+        # Where others have some, a rank without any is to say so. Few small gradients would be lost in the norm of all,
+        # as those may be that the wrapper does not average; of a product they change as large a share as the others.
+        return math.prod(math.hypot(*group.values()) for group in norms if group) if any(norms) else 0.0
 
     def check(self, difference: float, params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
         """Raise on all ranks alike where their norms differ.
@@ -66,28 +74,28 @@ class AveragingCheck:
         """
         if difference <= SAME_GRADIENTS:
             return
-        _, chosen = self._unseen(params)
-        which = "this step"
-        if len(chosen) < len(params):
-            which = listed([names.get(param, f"a parameter {list(param.shape)}") for param in chosen])
+        which = listed([names.get(param, f"a parameter {list(param.shape)}") for param in self._some]) or "this step"
         gathers = "; or use DistributedConfig(strategy=Sharded()), which brings them together itself"
         if any(isinstance(param, DTensor) for param in params):
             gathers = ""
         raise RuntimeError(
             f"kfac_optim: the gradients of {which} differ from rank to rank (their norms by {difference:.1g} of the "
-            "largest), so that the parameters would drift apart. Wrap the whole model by DistributedDataParallel, and "
-            "have the last backward before step() outside of no_sync(); or average the gradients of all ranks before "
-            f"step(){gathers}. Where each rank is to train a model of its own, pass distributed=False."
+            "largest), so that the parameters would drift apart. Wrap the whole model by DistributedDataParallel, "
+            "anew where layers were unfrozen, call the wrapper and not its module, and have the last backward before "
+            f"step() outside of no_sync(); or average the gradients of all ranks before step(){gathers}. Where each "
+            "rank is to train a model of its own, pass distributed=False."
         )
 
-    def _unseen(self, params: Sequence[nn.Parameter]) -> tuple[_Unseen, list[nn.Parameter]]:
-        """Find the gradients that nobody is known to average."""
-        whole = [p for p in params if p.requires_grad and not _is_elsewhere(p if p.grad is None else p.grad)]
-        if self._wrapper is None:
-            return _Unseen.ALL, whole
-        if not self._wrapper.require_forward_param_sync:
-            return _Unseen.UNSYNCHRONISED, whole
-        return _Unseen.OUTSIDE, [param for param in whole if id(param) not in self._averaged]
+
+def _norms(params: Sequence[nn.Parameter]) -> list[float]:
+    """Return the norm of each gradient, 0 where there is none."""
+    zero = torch.zeros((), dtype=torch.float64, device=params[0].device)
+    return torch.stack([zero if param.grad is None else _norm(param.grad) for param in params]).tolist()
+
+
+def _norm(grad: Tensor) -> Tensor:
+    """Return the norm of a gradient, which may be complex, `[]` float64."""
+    return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float64))
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:

@@ -31,19 +31,20 @@ class Joining:
     Attributes:
         config: what `Join` has told the optimizer; None outside of one.
         is_on: whether forwards run in a `Join`, as of the last `check`.
+        has_run_out: whether this rank takes a step of the others, as it has no examples left.
     """
 
     def __init__(self, wrappers: Wrappers, *, to_owners: bool, directly: bool) -> None:
         self.config: Any = None
         self._wrappers = wrappers
         self._to_owners, self._directly = to_owners, directly
-        self.is_on = self._has_run_out = False
+        self.is_on = self.has_run_out = False
 
     @property
     def adds_nothing(self) -> bool:
         """Return whether this rank has run out of examples, and the mean of gradients is over such ranks as well."""
         wrapper = self._wrappers.latest
-        return self._has_run_out and wrapper is not None and bool(wrapper._divide_by_initial_world_size)
+        return self.has_run_out and wrapper is not None and bool(wrapper._divide_by_initial_world_size)
 
     def group(self) -> dist.ProcessGroup | None:
         """Return the process group of the wrapper; that of all ranks where none is known."""
@@ -106,7 +107,7 @@ class Joining:
         """
         if not self.is_on:
             return
-        mine = [-1 if self._has_run_out else communicator.rank, int(self._has_run_out), int(scaled)]
+        mine = [-1 if self.has_run_out else communicator.rank, int(self.has_run_out), int(scaled)]
         source, some, any_scaled = largest(communicator, mine, "ranks without examples", ())
         if some and not whole and any_scaled:
             raise RuntimeError(
@@ -122,7 +123,7 @@ class Joining:
             if is_given:
                 own = param.grad if gives and param.grad is not None else torch.zeros_like(param)
                 mean = communicator.all_reduce("gradient", own).wait()
-                if self._has_run_out:
+                if self.has_run_out:
                     param.grad = mean
 
     def _shadow_step(self, params: Sequence[nn.Parameter], step: Callable[[], object]) -> None:
@@ -132,11 +133,11 @@ class Joining:
         for param in params:
             param.grad = None
         self._wrappers.take_shadowed()
-        self._has_run_out = True
+        self.has_run_out = True
         try:
             step()
         finally:
-            self._has_run_out = False
+            self.has_run_out = False
 
 
 class _StepHook(JoinHook):

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +28,8 @@ class Wrappers:
         self._latest: weakref.ref[DistributedDataParallel] | None = None
         self._stranger: weakref.ref[DistributedDataParallel] | None = None
         self._flow: ShardedGradients | None = None
+        self._is_held = False  # whether forwards of the model run the wrapper, and not the other way round
+        self._reduces: bool | None = None
 
     @property
     def latest(self) -> DistributedDataParallel | None:
@@ -37,22 +40,39 @@ class Wrappers:
         """Return the wrapper among a model and its modules that is not known yet; None if there is none."""
         modules = () if model is None else model.modules()
         found = next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
+        self._is_held = found is not None and found is not model
         return None if found in self._hooks else found
 
     def begin_forward(self, model: nn.Module) -> DistributedDataParallel | None:
         """Note the wrapper in which a forward of `model` begins; return it if it is not known yet, otherwise None."""
         # Private, but torch asks it for the same reason, as it compiles what a wrapper holds.
         under_way = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if under_way is None or under_way is self.latest or _is(self._stranger, under_way):
+        if under_way is None and self._is_held:
+            under_way = self.latest
+        if under_way is None or _is(self._stranger, under_way):
             return None
-        if under_way in self._hooks:
-            self._latest = weakref.ref(under_way)
-            return None
-        if set(under_way.parameters()).isdisjoint(model.parameters()):
+        if under_way not in self._hooks:
+            if not set(under_way.parameters()).isdisjoint(model.parameters()):
+                found: DistributedDataParallel = under_way
+                return found
             self._stranger = weakref.ref(under_way)  # the model is called by another
             return None
-        found: DistributedDataParallel = under_way
-        return found
+        if under_way is not self.latest:
+            self._latest = weakref.ref(under_way)
+        self._note_forward(under_way)
+        return None
+
+    def take_reduces(self) -> bool | None:
+        """Return whether the last forward has asked the wrapper to average gradients; None if none ran in a wrapper.
+
+        What is asked next is of the forwards to come.
+        """
+        reduces, self._reduces = self._reduces, None
+        return reduces
+
+    def _note_forward(self, wrapper: DistributedDataParallel) -> None:
+        if torch.is_grad_enabled():
+            self._reduces = bool(wrapper.require_backward_grad_sync)
 
     def add(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
         """Listen to a wrapper that is not known yet.
@@ -74,6 +94,7 @@ class Wrappers:
             hook.flow, hook.observe, hook.user = self._flow, self._observe, weakref.ref(self)
         self._hooks[wrapper] = hook
         self._latest = weakref.ref(wrapper)
+        self._note_forward(wrapper)
 
     def release(self) -> None:
         """Have gradients be the mean on all ranks from now on, for whoever trains in these wrappers next."""
