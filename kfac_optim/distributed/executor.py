@@ -278,12 +278,9 @@ class DistributedExecutor(Executor):
         self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
         if self.joining.is_on:
-            if _may_shard(self.config.strategy):
-                raise NotImplementedError(
-                    "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples does not clip, so "
-                    "that under Sharded() nobody has the norm of all gradients. Use "
-                    "DistributedConfig(strategy=Replicated()), or leave clipping out."
-                )
+            if _may_shard(self.config.strategy):  # so that nobody has the norm of all gradients
+                remedy = "Use DistributedConfig(strategy=Replicated()), or leave clipping out."
+                self.joining.refuse("clip_grad_norm_() under Sharded()", remedy)
             # Every rank with examples has the mean of all gradients.
             return super().clip_grad_norm_(trained, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         norm = self.stages.norm(self.grad_norm(trained, norm_type), norm_type)
@@ -308,6 +305,7 @@ class DistributedExecutor(Executor):
         self._edits.note()
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
+        self.joining.refuse("consolidate_state_dict()", "Call it after the `with` block.")
         check_rank(to, ranks_of(self.ranks.group))
         if self.plan is None and not self.states.waits_for_loaded:
             return  # nothing was learned

@@ -68,7 +68,7 @@ class JoinableOptimizer(Optimizer):
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
         if self._joining is not None:
-            self._joining.config = config
+            self._joining.begin(config)
 
     @property
     def _joining(self) -> Joining | None:

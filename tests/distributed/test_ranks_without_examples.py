@@ -191,6 +191,59 @@ def test_ranks_that_go_on_may_clip_and_scale_under_replicated(two_ranks: Ranks, 
         assert one.isfinite().all()
 
 
+def found_late(rank: int, given: str, shows: bool) -> str:
+    """Rank 1 has no examples, and the wrapper is in none of what the optimizer is given."""
+    bare = build(Mixed)
+    model = DistributedDataParallel(bare)
+    config = DistributedConfig(timeout=timedelta(seconds=5))
+    optimizer = KFACOptimizer(bare if given == "module" else bare.parameters(), **NUMBERS, distributed=config)
+    if shows:
+        squares(model(examples(0)[0]), examples(0)[1]).mean().backward()
+        optimizer.zero_grad()
+    try:
+        with Join([model, optimizer]):
+            for step in range((2, 0)[rank]):
+                optimizer.zero_grad()
+                squares(model(examples(step)[0]), examples(step)[1]).mean().backward()
+                optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("given", ["module", "parameters"])
+def test_a_join_before_the_wrapper_is_known_is_refused_and_a_forward_shows_it(two_ranks: Ranks, given: str) -> None:
+    for message in two_ranks.run(found_late, given, False, timeout=20):
+        assert "Join([model, optimizer]) came before the optimizer knows the DistributedDataParallel" in message
+        assert "or run one forward with gradients on all ranks before" in message
+    assert two_ranks.run(found_late, given, True) == ["", ""]
+
+
+def clipped_after(rank: int | None) -> list[Tensor]:
+    """Two steps within a `Join`, and two that clip after it."""
+    bare = build(Mixed)
+    model = bare if rank is None else DistributedDataParallel(bare)
+    config = {} if rank is None else {"distributed": DistributedConfig(Sharded(), timeout=timedelta(seconds=20))}
+    optimizer = KFACOptimizer(model, **NUMBERS, **config)
+    for steps in (range(2), range(2, 4)):
+        with Join([model, optimizer]) if rank is not None and steps[0] == 0 else nullcontext():
+            for step in steps:
+                x, y = examples(step) if rank is None else share(examples(step), [6, 6], rank)
+                optimizer.zero_grad()
+                squares(model(x), y).mean().backward()
+                if steps[0] > 0:
+                    optimizer.clip_grad_norm_(0.05)
+                optimizer.step()
+    optimizer.consolidate_state_dict()
+    return [param.detach() for param in bare.parameters()]
+
+
+def test_ranks_clip_and_write_checkpoints_after_a_join_has_ended(two_ranks: Ranks) -> None:
+    for params in two_ranks.run(clipped_after):
+        for ours, expected in zip(params, clipped_after(None), strict=True):
+            close(ours, expected, "a parameter", 1e-12)
+
+
 def refused_by_name(_: int) -> list[str]:
     model, criterion, found = DistributedDataParallel(build(Mixed)), nn.MSELoss(), []
     judged = {"estimate": MonteCarlo(criterion), "adapt_damping": LevenbergMarquardt()}
@@ -205,11 +258,17 @@ def refused_by_name(_: int) -> list[str]:
             sharded.clip_grad_norm_(1.0)
     except NotImplementedError as error:
         found.append(str(error))
+    try:
+        with Join([model, sharded]):
+            sharded.consolidate_state_dict()
+    except NotImplementedError as error:
+        found.append(str(error))
     return found
 
 
-def test_judged_steps_and_clipping_of_shards_are_refused_by_name(two_ranks: Ranks) -> None:
-    for judged, clipped in two_ranks.run(refused_by_name):
+def test_judged_steps_clipping_of_shards_and_checkpoints_are_refused_by_name(two_ranks: Ranks) -> None:
+    for judged, clipped, consolidated in two_ranks.run(refused_by_name):
         assert "LevenbergMarquardt" in judged
         assert "has no loss" in judged
-        assert "nobody has the norm of all gradients" in clipped
+        assert "does not come to clip_grad_norm_() under Sharded()" in clipped
+        assert "does not come to consolidate_state_dict(), for which the others would wait. Call it aft" in consolidated

@@ -30,7 +30,6 @@ class Joining:
 
     Attributes:
         config: what `Join` has told the optimizer; None outside of one.
-        is_on: whether forwards run in a `Join`, as of the last `check`.
         has_run_out: whether this rank takes a step of the others, as it has no examples left.
     """
 
@@ -38,7 +37,15 @@ class Joining:
         self.config: Any = None
         self._wrappers = wrappers
         self._to_owners, self._directly = to_owners, directly
-        self.is_on = self.has_run_out = False
+        self.has_run_out = False
+        self._ended: Any = None  # what the `Join` that has ended had told the wrapper, which torch does not take back
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether forwards run in a `Join` that has ranks go on without examples."""
+        wrapper = self._wrappers.latest
+        told = None if wrapper is None or wrapper._join_config is self._ended else wrapper._join_config
+        return told is not None and told.enable and not told.throw_on_early_termination
 
     @property
     def adds_nothing(self) -> bool:
@@ -58,7 +65,30 @@ class Joining:
             params: returns the parameters of the optimizer.
             step: takes a step.
         """
-        return _StepHook(lambda: self._shadow_step(params(), step))
+        return _StepHook(lambda: self._shadow_step(params(), step), self._end)
+
+    def begin(self, config: Any) -> None:
+        """Take notice of a `Join` that begins.
+
+        Raises:
+            RuntimeError: no wrapper is known, and on a rank without examples no forward would show it.
+        """
+        self.config = config
+        if config.enable and not config.throw_on_early_termination and self._wrappers.latest is None:
+            raise RuntimeError(
+                "kfac_optim: Join([model, optimizer]) came before the optimizer knows the DistributedDataParallel, "
+                "which no forward would show it on a rank without examples: the others would wait for its steps. "
+                "Build the optimizer from the wrapper, KFACOptimizer(model, ...), or pass model=model; or run one "
+                "forward with gradients on all ranks before."
+            )
+
+    def refuse(self, call: str, remedy: str) -> None:
+        """Raise NotImplementedError within a `Join`, where not all ranks would come to a call."""
+        if self.is_on and self.config is not None and self.config.enable:
+            raise NotImplementedError(
+                "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples does not come to "
+                f"{call}, for which the others would wait. {remedy}"
+            )
 
     def check(self) -> None:
         """Look whether there is a `Join`.
@@ -67,8 +97,6 @@ class Joining:
             RuntimeError: ranks that run out of examples would take no steps, or wrong ones.
         """
         wrapper = self._wrappers.latest
-        told = None if wrapper is None else wrapper._join_config
-        self.is_on = told is not None and told.enable and not told.throw_on_early_termination
         if not self.is_on or wrapper is None:
             return
         if self.config is None or not self.config.enable or self.config.is_first_joinable:
@@ -126,6 +154,10 @@ class Joining:
                 if self.has_run_out:
                     param.grad = mean
 
+    def _end(self) -> None:
+        wrapper = self._wrappers.latest
+        self.config, self._ended = None, None if wrapper is None else wrapper._join_config
+
     def _shadow_step(self, params: Sequence[nn.Parameter], step: Callable[[], object]) -> None:
         wrapper = self._wrappers.latest
         if wrapper is None or not wrapper.require_forward_param_sync:
@@ -141,9 +173,12 @@ class Joining:
 
 
 class _StepHook(JoinHook):
-    def __init__(self, shadow: Callable[[], None]) -> None:
+    def __init__(self, shadow: Callable[[], None], end: Callable[[], None]) -> None:
         super().__init__()
-        self._shadow = shadow
+        self._shadow, self._end = shadow, end
 
     def main_hook(self) -> None:
         self._shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._end()

@@ -181,6 +181,7 @@ class TrainingExecutor(DistributedExecutor):
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         """Have the workers send what they keep, and hold it; what is under way is taken over before."""
+        self.joining.refuse("consolidate_state_dict()", "Call it after the `with` block.")
         check_rank(to, ranks_of(self.ranks.group))
         if self.plan is None and not self.states.waits_for_loaded:
             return  # nothing was learned
