@@ -136,6 +136,8 @@ class DistributedExecutor(Executor):
         for block in blocks:
             block.counted_elsewhere(echoes)
         self.joining.check()
+        if self.wrapper is not None:
+            refuse_wrapper(self.wrapper, self.config)  # again, as a communication hook may have come since
         if not self.ranks.is_known and (group := group_of_rows(params, self._shards)) is not None:
             self.ranks.train_on(group, "fully_shard")
         self._share_of_mean = share_of_mean(blocks, self._shards)

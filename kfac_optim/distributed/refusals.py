@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock
@@ -33,7 +34,15 @@ def refuse_coarse_sketches(blocks: Sequence[KFACBlock], config: DistributedConfi
 
 
 def refuse_wrapper(wrapper: DistributedDataParallel, config: DistributedConfig) -> None:
-    """Refuse an option of a wrapper by which its communication hook is not called for every bucket."""
+    """Refuse a wrapper that does not bring all gradients to other ranks in each step."""
+    for hook, state in getattr(wrapper, "_comm_hooks", ()):  # private; a wrapper that delays all messages has none
+        if isinstance(state, PostLocalSGDState):
+            raise RuntimeError(
+                f"kfac_optim: {getattr(hook, '__name__', hook)} of this DistributedDataParallel averages gradients "
+                "over all of its ranks at the first steps alone, and K-FAC needs their mean in each. Wrap the model "
+                "again without this hook; or, for local SGD, with process_group= the ranks that average in each step, "
+                "and average the parameters of all ranks by torch's PeriodicModelAverager."
+            )
     directly = config.exchange is Exchange.DIRECT
     if isinstance(config.strategy, Sharded | Auto) and wrapper.skip_all_reduce_unused_params and not directly:
         raise RuntimeError(

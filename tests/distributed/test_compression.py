@@ -9,7 +9,8 @@ from helpers.collectives import counted_calls
 from helpers.ranks import Ranks
 from helpers.training import EXAMPLES, Mixed, build, close, examples, share, squares
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
@@ -23,11 +24,13 @@ def gradients(model: nn.Module) -> Grads:
     return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
-def hooked(rank: int) -> tuple[list[Tensor], list[Grads]]:
+def hooked(rank: int, strategy: Strategy) -> tuple[list[Tensor], list[Grads]]:
+    """Under `Sharded` the wrapper is found at a forward."""
     bare = build(Mixed)
     model = DistributedDataParallel(bare)
     model.register_comm_hook(None, fp16_compress_hook)
-    optimizer = KFACOptimizer(model, **NUMBERS)
+    given = bare if isinstance(strategy, Sharded) else model
+    optimizer = KFACOptimizer(given, **NUMBERS, distributed=DistributedConfig(strategy))
     delivered = []
     for step in range(5):
         x, y = share(examples(step), [6, 6], rank)
@@ -38,8 +41,9 @@ def hooked(rank: int) -> tuple[list[Tensor], list[Grads]]:
     return [param.detach() for param in bare.parameters()], delivered
 
 
-def test_a_step_goes_by_the_gradients_that_a_hook_delivers(two_ranks: Ranks) -> None:
-    found = two_ranks.run(hooked)
+@pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+def test_a_step_goes_by_the_gradients_that_a_hook_delivers(two_ranks: Ranks, strategy: Strategy) -> None:
+    found = two_ranks.run(hooked, strategy)
     model = build(Mixed)
     optimizer = KFACOptimizer(model, **NUMBERS)
     for step, delivered in enumerate(found[0][1]):
@@ -134,6 +138,44 @@ def has_one(_: int) -> str:
 def test_another_hook_is_refused_by_name_where_gradients_go_to_owners(two_ranks: Ranks) -> None:
     for message in two_ranks.run(has_one):
         assert "has one already (fp16_compress_hook), and takes only one. Leave it out: to send less, pass" in message
+
+
+def local(rank: int, strategy: Strategy, given: str, wraps: bool) -> str:
+    """After the second step the hook would average on each rank alone."""
+    bare = build(Mixed)
+    model = DistributedDataParallel(bare)
+    state = PostLocalSGDState(None, [dist.new_group([each]) for each in range(2)][rank], 2)
+    hook = fp16_compress_wrapper(post_localSGD_hook) if wraps else post_localSGD_hook  # type: ignore[arg-type]
+    try:
+        if given == "before":
+            model.register_comm_hook(state, hook)
+        known = bare if given == "late" else model
+        optimizer = KFACOptimizer(known, **NUMBERS, distributed=DistributedConfig(strategy))
+        if given != "before":
+            model.register_comm_hook(state, hook)
+        squares(model(examples(rank)[0]), examples(rank)[1]).mean().backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "wraps"),
+    [
+        (Replicated(), "before", False),
+        (Replicated(), "after", True),
+        (Replicated(), "late", False),
+        (Sharded(), "late", False),
+    ],
+    ids=str,
+)
+def test_local_sgd_is_refused_by_name_wherever_its_hook_is_found(
+    two_ranks: Ranks, strategy: Strategy, given: str, wraps: bool
+) -> None:
+    for message in two_ranks.run(local, strategy, given, wraps):
+        name = "fp16_compress_wrapper_hook" if wraps else "post_localSGD_hook"
+        assert f"{name} of this DistributedDataParallel averages gradients over all of its ranks at the" in message
 
 
 @pytest.mark.parametrize("strategy", [Replicated(), Auto(candidates=(Sharded(),))], ids=str)
