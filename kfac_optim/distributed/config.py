@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from kfac_optim.distributed.communication.message import Message
+from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.experts import Experts
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.strategies import Auto, Exchange, Replicated, Sharded, Strategy, check_strategy
@@ -58,6 +59,7 @@ class DistributedConfig:
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: a number out of range.
+        RuntimeError: a group that was destroyed.
     """
 
     strategy: Strategy | Auto = field(default_factory=Replicated)
@@ -82,6 +84,7 @@ class DistributedConfig:
         outside: object = dist.GroupMember.NON_GROUP_MEMBER
         if self.group is not None and self.group is not outside:
             check_kind("group of DistributedConfig (of a mesh it is mesh.get_group())", self.group, dist.ProcessGroup)
+            ranks_of(self.group)
         if self.timeout is not None:
             check_kind("timeout of DistributedConfig", self.timeout, timedelta)
             if self.timeout <= timedelta(0):
@@ -101,6 +104,7 @@ class DistributedConfig:
             check_kind("exchange of DistributedConfig", self.exchange, Exchange)
         if self.pipeline is not None:
             check_kind("pipeline of DistributedConfig", self.pipeline, dist.ProcessGroup)
+            ranks_of(self.pipeline)
             if self.group is None:
                 raise ValueError(
                     "kfac_optim: a DistributedConfig with a pipeline must name in group the ranks that train this "

@@ -172,9 +172,13 @@ class DistributedExecutor(Executor):
         refuse_wrapper(wrapper, self.config)
         self.ranks.train_on(wrapper.process_group, "DistributedDataParallel")
         self._wrappers.add(wrapper, may_have_a_hook=may_have_a_hook)
-        earlier = None if _may_shard(self.config.strategy) else OwnersHook.of(wrapper)
-        goes_to_others = earlier is not None and earlier.is_in_use
-        self._averaging = AveragingCheck(None if goes_to_others else wrapper)
+        self._averaging = AveragingCheck(wrapper)
+
+    def _serves_another(self) -> bool:
+        """Return whether the wrapper brings gradients to the owners of another optimizer."""
+        wrapper = None if _may_shard(self.config.strategy) else self.wrapper
+        hook = None if wrapper is None else OwnersHook.of(wrapper)
+        return hook is not None and hook.is_in_use
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ class DistributedExecutor(Executor):
             if has_owners:
                 refuse_added(verdict.norm)
             elif not sharded:
-                self._averaging.check(verdict.norm, params, trained.names())
+                self._averaging.check(verdict.norm, params, trained.names(), serves_another=self._serves_another())
         found, again = verdict.marks[: len(blocks)], verdict.marks[len(blocks) :]
         self.planned.resend(list(map(bool, again)))
         # From here on all ranks do the same, as `finite` is what all of them have found together.

@@ -180,6 +180,39 @@ def test_a_wrapper_on_other_ranks_than_have_trained_is_refused(four_ranks: Ranks
         assert "has begun to train it on the ranks [0, 1, 2, 3]. Wrap the model before the first step" in message
 
 
+def on_a_destroyed_group(rank: int) -> tuple[list[str], list[Tensor]]:
+    """What is said of such a group, and by an optimizer that is still there; then it is released."""
+    bare, group, said = build(Mixed), dist.new_group([0, 1]), []
+    model = DistributedDataParallel(bare, process_group=group)
+    old = KFACOptimizer(model, **NUMBERS)
+    train(model, old, 0, rank, range(1))
+    dist.destroy_process_group(group)
+    for arguments in ({"group": group}, {"group": dist.group.WORLD, "pipeline": group}):
+        try:
+            DistributedConfig(**arguments)
+        except RuntimeError as error:
+            said.append(str(error))
+    bare.load_state_dict(build(Mixed).state_dict())
+    model = DistributedDataParallel(bare)
+    for _ in range(2):
+        try:
+            train(model, KFACOptimizer(model, **NUMBERS), 0, rank)
+            break
+        except RuntimeError as error:
+            said.append(str(error))
+        old.remove_hooks()
+    return said, [param.detach() for param in bare.parameters()]
+
+
+def test_a_destroyed_group_is_refused_by_name_and_the_remedy_works(two_ranks: Ranks) -> None:
+    for said, params in two_ranks.run(on_a_destroyed_group):
+        assert len(said) == 3
+        for message in said:
+            assert "was destroyed. Call remove_hooks() on the optimizer that was built on it" in message
+        for ours, expected in zip(params, one_process_of(0), strict=True):
+            close(ours, expected, "a parameter", 1e-12)
+
+
 # -- groups of our own -------------------------------------------------------------------------------------------
 
 

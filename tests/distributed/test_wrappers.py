@@ -253,27 +253,33 @@ def test_a_wrapper_is_handed_to_another_optimizer(two_ranks: Ranks, how: str, fo
             close(ours, theirs, "a parameter", 1e-12)
 
 
-def kept_by_two(rank: int, following: Strategy) -> str:
-    _, model, optimizer = built(Sharded())
-    train(model, optimizer, 0, rank, range(2))
-    try:
-        second = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=following))
-        train(model, second, 0, rank, range(2, 4))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def kept_by_two(rank: int, following: Strategy, wraps: bool) -> tuple[str, list[Tensor]]:
+    """What is said where the first optimizer is still there; then the training goes on as that says."""
+    bare, model, optimizer = built(Sharded())
+    train(model, optimizer, 0, rank, range(3))
+    model, message = DistributedDataParallel(bare) if wraps else model, ""
+    for _ in range(2):
+        second = None  # so that the one before is gone
+        try:
+            second = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=following))
+            train(model, second, 0, rank, range(3, 7))
+            break
+        except RuntimeError as error:
+            message = str(error)
+        optimizer.remove_hooks()
+    return message, [param.detach() for param in bare.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("following", "words"),
-    [(Sharded(), r"remove_hooks\(\) on that optimizer"), (Replicated(), "differ from rank to rank")],
-    ids=["Sharded", "Replicated"],
-)
-def test_a_wrapper_that_serves_another_optimizer_is_not_shared(
-    two_ranks: Ranks, following: Strategy, words: str
+@pytest.mark.parametrize("wraps", [False, True], ids=["same wrapper", "new wrapper"])
+@pytest.mark.parametrize("following", [Sharded(), Replicated()], ids=["Sharded", "Replicated"])
+def test_a_wrapper_is_not_shared_with_an_optimizer_that_is_still_there_and_the_remedy_works(
+    two_ranks: Ranks, following: Strategy, wraps: bool
 ) -> None:
-    for message in two_ranks.run(kept_by_two, following):
-        assert re.search(words, message)
+    expected = two_ranks.run(handed_on, "wrapped", following)[0]
+    for message, params in two_ranks.run(kept_by_two, following, wraps):
+        assert re.search(r"remove_hooks\(\) on (the one that is done|that optimizer), on all ranks", message)
+        for ours, theirs in zip(params, expected, strict=True):
+            close(ours, theirs, "a parameter", 1e-12)
 
 
 # -- what a wrapper does not average -------------------------------------------------------------------------------

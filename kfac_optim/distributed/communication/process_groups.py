@@ -220,8 +220,9 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
         return dist.get_process_group_ranks(group)
     except KeyError:
         raise RuntimeError(
-            "kfac_optim: the process group on which this model trains was destroyed. Wrap the model again, or name a "
-            "current one by DistributedConfig(group=...), and build the optimizer again."
+            "kfac_optim: the process group on which this model trains was destroyed. Call remove_hooks() on the "
+            "optimizer that was built on it, wrap the model again, or name a current group by "
+            "DistributedConfig(group=...), and build another optimizer."
         ) from None
 
 

@@ -61,13 +61,21 @@ class AveragingCheck:
         # as those may be that the wrapper does not average; of a product they change as large a share as the others.
         return math.prod(math.hypot(*group.values()) for group in norms if group) if any(norms) else 0.0
 
-    def check(self, difference: float, params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    def check(
+        self,
+        difference: float,
+        params: Sequence[nn.Parameter],
+        names: Mapping[nn.Parameter, str],
+        *,
+        serves_another: bool,
+    ) -> None:
         """Raise on all ranks alike where their norms differ.
 
         Args:
             difference: the relative difference of norms, among those ranks that have compared.
             params: the parameters of the optimizer.
             names: their names.
+            serves_another: whether the wrapper brings gradients to the owners of another optimizer.
 
         Raises:
             RuntimeError: they do.
@@ -75,15 +83,22 @@ class AveragingCheck:
         if difference <= SAME_GRADIENTS:
             return
         which = listed([names.get(param, f"a parameter {list(param.shape)}") for param in self._some]) or "this step"
-        gathers = "; or use DistributedConfig(strategy=Sharded()), which brings them together itself"
-        if any(isinstance(param, DTensor) for param in params):
-            gathers = ""
+        remedy = (
+            "Wrap the whole model by DistributedDataParallel, anew where layers were unfrozen, call the wrapper and "
+            "not its module, and have the last backward before step() outside of no_sync(); or average the gradients "
+            "of all ranks before step()"
+        )
+        if not any(isinstance(param, DTensor) for param in params):
+            remedy += "; or use DistributedConfig(strategy=Sharded()), which brings them together itself"
+        if serves_another:
+            remedy = (
+                "DistributedDataParallel brings gradients to the owners of another optimizer, with Sharded(): before "
+                "this one is built, call remove_hooks() on that optimizer, on all ranks"
+            )
         raise RuntimeError(
             f"kfac_optim: the gradients of {which} differ from rank to rank (their norms by {difference:.1g} of the "
-            "largest), so that the parameters would drift apart. Wrap the whole model by DistributedDataParallel, "
-            "anew where layers were unfrozen, call the wrapper and not its module, and have the last backward before "
-            f"step() outside of no_sync(); or average the gradients of all ranks before step(){gathers}. Where each "
-            "rank is to train a model of its own, pass distributed=False."
+            f"largest), so that the parameters would drift apart. {remedy}. Where each rank is to train a model of its "
+            "own, pass distributed=False."
         )
 
 
@@ -95,7 +110,8 @@ def _norms(params: Sequence[nn.Parameter]) -> list[float]:
 
 def _norm(grad: Tensor) -> Tensor:
     """Return the norm of a gradient, which may be complex, `[]` float64."""
-    return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float64))
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float64))
+    return norm
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:

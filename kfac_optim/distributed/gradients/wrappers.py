@@ -51,15 +51,16 @@ class Wrappers:
             under_way = self.latest
         if under_way is None or _is(self._stranger, under_way):
             return None
-        if under_way not in self._hooks:
-            if not set(under_way.parameters()).isdisjoint(model.parameters()):
-                found: DistributedDataParallel = under_way
-                return found
+        if under_way not in self._hooks and set(under_way.parameters()).isdisjoint(model.parameters()):
             self._stranger = weakref.ref(under_way)  # the model is called by another
             return None
-        if under_way is not self.latest:
-            self._latest = weakref.ref(under_way)
-        self._note_forward(under_way)
+        wrapper: DistributedDataParallel = under_way
+        if torch.is_grad_enabled():
+            self._reduces = bool(wrapper.require_backward_grad_sync)
+        if wrapper not in self._hooks:
+            return wrapper
+        if wrapper is not self.latest:
+            self._latest = weakref.ref(wrapper)
         return None
 
     def take_reduces(self) -> bool | None:
@@ -69,10 +70,6 @@ class Wrappers:
         """
         reduces, self._reduces = self._reduces, None
         return reduces
-
-    def _note_forward(self, wrapper: DistributedDataParallel) -> None:
-        if torch.is_grad_enabled():
-            self._reduces = bool(wrapper.require_backward_grad_sync)
 
     def add(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
         """Listen to a wrapper that is not known yet.
@@ -85,16 +82,15 @@ class Wrappers:
         hook, earlier = None, OwnersHook.of(wrapper)
         if self._to_owners and earlier is not None and earlier.is_in_use:
             raise RuntimeError(
-                "kfac_optim: this DistributedDataParallel brings gradients to the owners of another optimizer with "
-                "Sharded(), and it can do so for one at a time. Call remove_hooks() on that optimizer before, on all "
-                "ranks, or wrap the model again."
+                "kfac_optim: two optimizers with Sharded() are to train in this DistributedDataParallel, which brings "
+                "gradients to the owners of one at a time. Before the other is built, call remove_hooks() on the one "
+                "that is done, on all ranks."
             )
         if self._to_owners and not (may_have_a_hook and earlier is None and wrapper._comm_hooks):
             hook = earlier or OwnersHook(wrapper)
             hook.flow, hook.observe, hook.user = self._flow, self._observe, weakref.ref(self)
         self._hooks[wrapper] = hook
         self._latest = weakref.ref(wrapper)
-        self._note_forward(wrapper)
 
     def release(self) -> None:
         """Have gradients be the mean on all ranks from now on, for whoever trains in these wrappers next."""
