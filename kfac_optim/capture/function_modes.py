@@ -87,7 +87,7 @@ class ProductMode(TorchFunctionMode):
         output = traceable(func)(*args, **(kwargs or {}))
         if _is_among(func, _WATCHED) or (not torch.compiler.is_compiling() and reads(func)):
             output = call_as_it_is(self._look, func, args, kwargs or {}, output)
-        return output
+        return _as_known(output, (*args, *(kwargs or {}).values())) if torch.compiler.is_compiling() else output
 
     def _follow(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         listener = self._listener()
@@ -120,6 +120,25 @@ class ProductMode(TorchFunctionMode):
                 if isinstance(leaf, nn.Parameter):
                     listener.saw_use(leaf, func.__name__)
         return output
+
+
+@inline_only
+def _as_known(output: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return the output of a traced function, or what dynamo knows as the same parameter or its transpose.
+
+    Dynamo takes every output for a tensor of its own, although `weight.to(dtype)` may return `weight`. It does not know
+    either of which tensor an output is a view, as `weight.t()` is; of attributes it does, such as `weight.mT`.
+    """
+    if not isinstance(output, Tensor):
+        return output
+    for each in arguments:
+        if isinstance(each, Tensor) and output is each:
+            return each
+        is_matrix = isinstance(each, nn.Parameter) and each.dim() == 2 and not each.is_complex()
+        # Strides first: to compare sizes that change from batch to batch would bind the graph to them.
+        if is_matrix and output._base is not None and output.stride() == each.mT.stride():
+            return each.mT if output.shape == each.mT.shape else output
+    return output
 
 
 def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Product | None:

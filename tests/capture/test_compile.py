@@ -541,6 +541,53 @@ def test_equal_blocks_compiled_one_by_one_are_told_apart(block: type[nn.Module],
     assert counter.frame_count <= 2 * 3, "two for each block"
 
 
+FORMS: list[Callable[[nn.Parameter], Tensor]] = [
+    lambda weight: weight.T,
+    lambda weight: weight.t(),
+    lambda weight: torch.transpose(input=weight, dim0=-1, dim1=0),
+    lambda weight: weight.permute(1, 0),
+    lambda weight: torch.swapaxes(weight, 0, 1),
+    lambda weight: weight.to(torch.float64).adjoint(),
+    lambda weight: weight.t().to(torch.float64),
+    lambda weight: weight.double().contiguous(),
+]
+
+
+class InManyForms(nn.Module):
+    """Multiplies by what a function makes of each matrix, and by a view of a parameter that is none."""
+
+    def __init__(self, forms: list[Callable[[nn.Parameter], Tensor]], size: int) -> None:
+        super().__init__()
+        self.forms = forms
+        self.matrices = nn.ParameterList(torch.randn(size, size) for _ in forms)
+        self.scale = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for form, matrix in zip(self.forms, self.matrices, strict=True):
+            x = torch.tanh(x @ form(matrix))
+        return x * self.scale.view(1, -1)
+
+
+def test_products_with_what_functions_make_of_a_parameter_have_the_factors_of_the_eager_model() -> None:
+    case = Case(lambda: InManyForms(FORMS, 4), lambda seed: ((random(seed, 8, 4),), {}))
+    model, twin = build(case)
+    options: dict[str, Any] = {"lr": 0.1, "factor_update_period": 2}
+    optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
+    train(torch.compile(model, backend=BACKEND, fullgraph=True), optimizer, case, range(3))
+    train(twin, reference, case, range(3))
+    assert len(all_factors(reference)) == len(FORMS)
+    assert_identical(all_factors(optimizer), all_factors(reference))
+
+
+def test_a_detached_parameter_of_one_element_is_not_taken_for_its_transpose_in_a_graph() -> None:
+    case = Case(lambda: InManyForms([nn.Parameter.t, nn.Parameter.detach], 1), lambda seed: ((random(seed, 8, 1),), {}))
+    model, twin = build(case)
+    optimizers = [KFACOptimizer(each, lr=0.1) for each in (model, twin)]
+    train(torch.compile(model, backend=BACKEND, fullgraph=True), optimizers[0], case, range(1))
+    train(twin, optimizers[1], case, range(1))
+    assert [p.grad for p in model.parameters()] == [p.grad for p in twin.parameters()]
+
+
 class Borrowed(nn.Module):
     """The kernel of one convolution is used by a function as well: half of its uses are out of sight."""
 
