@@ -140,6 +140,8 @@ class KFACBlock:
     joint: RowsByTerm | None = None
     _without: int | None = field(init=False, default=None)
     """The step in which the uses were joined too late for its statistics to be whole."""
+    _partial_at: int | None = field(init=False, default=None)
+    """The same, where these are the first statistics."""
     _layers_seen: tuple[Any, ...] = field(init=False, default=())
     """What the check has seen of the modules."""
     home: tuple[torch.dtype, torch.device] = field(init=False)
@@ -250,15 +252,28 @@ class KFACBlock:
     def join_uses(self) -> None:
         """Make statistics of all uses of the matrix together from now on.
 
-        Where this step has given some already, as an earlier backward does, all of the step are left out, if the layer
-        has others to go on with.
+        Where this step has given some already, as an earlier backward does, these are lost. If the layer has others to
+        go on with, all of the step are left out; if not, the rest counts until the next step is measured.
         """
         if not self.joins_uses:
-            if self.has_pending() and self.clock.folds > 0:
-                self._without = self.clock.step
+            is_late = self.has_pending()
             self.discard()
             self.revise(replace(self.spec, opposed=False))  # rows of the transpose are turned to those of the matrix
             self.joint = RowsByTerm(self.name)
+            if is_late and self.clock.folds > 0:
+                self._without = self.clock.step
+            elif is_late:
+                self.note_partial()
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether the statistics of this step are the first ones, and lack some uses."""
+        return self._partial_at == self.clock.step
+
+    def note_partial(self) -> None:
+        """Have the statistics of this step count until the next step is measured, if they are the first ones."""
+        if self.clock.folds == 0:
+            self._partial_at = self.clock.step
 
     def counted_elsewhere(self, echoes: bool) -> None:
         """Take no statistics from now on if an earlier rank takes them, and drop those of this step."""
@@ -304,14 +319,14 @@ class KFACBlock:
             step: the step at which the clock stands now; None lets it go on.
         """
         self.clock = Clock(step=self.clock.step if step is None else step)
-        self.silent, self._without = 0, None
+        self.silent, self._without, self._partial_at = 0, None, None
         if self.joint is not None:
             self.joint.clear()
         self.state = self._new_state()
 
     def load(self, clock: Clock, tensors: Mapping[str, Any]) -> None:
         """Go on from the clock and state of a checkpoint; a refresh that is under way here is dropped."""
-        self.clock, self._without = clock, None
+        self.clock, self._without, self._partial_at = clock, None, None
         self.follow()
         self.discard()
         self.state.load(tensors)
@@ -379,7 +394,9 @@ class KFACBlock:
         return on_device_of(self.params[0], count.averaged), on_device_of(self.params[0], gradient_scale)
 
     def decay(self) -> float:
-        """Return the decay of the averages since the last fold."""
+        """Return the decay of the averages since the last fold, 0 if that was of partial statistics."""
+        if self._partial_at == self.clock.folded_at:
+            return 0.0
         decay: float = self.group["factor_decay"] ** self.clock.since_fold()
         return decay
 

@@ -45,7 +45,7 @@ from kfac_optim.step.roles import LossShare
 from kfac_optim.utils.sharded_params import Shards, is_sharded
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
-_UNUSED, _HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(6)
+_UNUSED, _HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _JOINS_USES, _IS_PARTIAL, _UNACCOUNTED = range(7)
 
 
 class DistributedExecutor(Executor):
@@ -349,8 +349,11 @@ class DistributedExecutor(Executor):
         A rank whose own loss holds no derivatives of the model drops what it has measured otherwise in this step.
         """
         assert self.planned is not None, "there is a plan that all ranks agree on"
-        marked = zip(self.agreement.blocks, verdict.marks, strict=False)  # marks of buckets follow
-        return self.planned.join([block.name for block, mark in marked if mark == _JOINS_USES])
+        marked = list(zip(self.agreement.blocks, verdict.marks, strict=False))  # marks of buckets follow
+        for block, mark in marked:
+            if mark == _IS_PARTIAL:
+                block.note_partial()
+        return self.planned.join([block.name for block, mark in marked if mark in (_JOINS_USES, _IS_PARTIAL)])
 
     def _marks(self) -> list[int]:
         """Return what this rank says of each block, and of each bucket that it has sent early."""
@@ -405,6 +408,8 @@ def _mark(block: KFACBlock) -> int:
     """Return what this rank says of a block in a vote."""
     if block.check.differs:
         return _UNACCOUNTED
+    if block.is_partial:
+        return _IS_PARTIAL
     if block.has_pending():
         return _HAS_STATISTICS if block.joint is None else _JOINS_USES
     if not has_gradient(block):

@@ -18,6 +18,8 @@ def pass_step(blocks: Sequence[KFACBlock], agreement: Agreement) -> None:
                 block.wait_on()
             elif block in agreement.graded and block.is_overdue() and _may_be_used(block, agreement):
                 block.note_missed()
+        elif block.is_partial and block not in agreement.unaccounted:
+            block.note_missed()
         block.clock.graded += block in agreement.graded
         block.clock.advance()
 

@@ -669,6 +669,28 @@ def test_a_penalty_may_come_in_a_backward_behind_that_of_the_loss(steps: list[st
         assert_same(pair, together[name])
 
 
+def test_after_a_first_step_with_a_penalty_behind_the_loss_statistics_are_those_of_the_next_step() -> None:
+    def factors(split: bool, steps: range, period: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = linear().double()
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=period)
+        for step in steps:
+            x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if split:
+                loss.backward()
+            penalty = slope(model, x).mean()
+            (penalty if split else loss + penalty).backward()
+            optimizer.step()
+        return optimizer.factors()
+
+    for steps, period in ((2, 10), (3, 1)):
+        expected = factors(False, range(1, steps), period)
+        for name, pair in factors(True, range(steps), period).items():
+            assert_same(pair, expected[name])
+
+
 def test_the_first_step_with_a_penalty_behind_the_loss_is_preconditioned() -> None:
     model = linear().double()
     optimizer = KFACOptimizer(model, lr=0.1)
