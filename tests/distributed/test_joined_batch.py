@@ -113,6 +113,23 @@ def train_emptied(model: nn.Module, optimizer: KFACOptimizer, rank: int | None) 
         optimizer.step()
 
 
+def train_behind(model: nn.Module, optimizer: KFACOptimizer, rank: int | None) -> None:
+    """A loss without derivatives has a backward of its own before them, but for the first step of the first rank."""
+    for step in range(STEPS):
+        batch = points(step, ((4,), (4,)))
+        (x,) = batch.joined() if rank is None else batch.of_ranks[rank]
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.zero_grad()
+        if rank != 0 or step > 0:
+            with nullcontext() if rank is None else model.no_sync():  # type: ignore[operator]
+                model(x).square().mean().backward()
+        loss = helmholtz(model, x).square().mean()
+        if rank == 0 and step == 0:
+            loss = loss + model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
 def train_apart(model: nn.Module, optimizer: KFACOptimizer, criterion: nn.Module, rank: int | None) -> None:
     """The loss of the second rank holds no derivatives; on one process nothing is."""
     for step in range(STEPS if rank is not None else 0):
@@ -166,6 +183,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "derivatives, accumulated": (train_derivatives, Cholesky(), UNEVEN, 2),
     "derivatives, means": (train_means, Cholesky()),
     "derivatives, emptied": (train_emptied, Cholesky()),
+    "derivatives behind": (train_behind, Cholesky()),
     "derivatives on one rank": (train_apart, Cholesky()),
     "a term on one rank": (train_derivatives, SumOfTerms(), NO_BOUNDARY),
     "experts": (train_experts, Cholesky()),
@@ -224,6 +242,7 @@ def on_rank(rank: int, name: str, strategy: Strategy) -> tuple[list[Tensor], dic
         ("experts, EKFAC", Replicated(1)),
         ("derivatives, accumulated", Sharded()),
         ("derivatives, means", Sharded()),
+        ("derivatives behind", Replicated(1)),
         ("derivatives, emptied", Replicated(1)),
     ],
     ids=str,
