@@ -422,7 +422,7 @@ NO_MATRIX: dict[str, tuple[tuple[int, ...], Use]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*overload of .*is deprecated")
+@pytest.mark.filterwarnings("ignore:.*overload of .*is deprecated", "ignore:.*is computed without a graph")
 @pytest.mark.parametrize("name", NO_MATRIX)
 def test_what_is_no_matrix_of_a_layer_is_left_to_sgd(name: str) -> None:
     model, x = called(name, *NO_MATRIX[name])
