@@ -61,16 +61,13 @@ def is_out_of_sight(block: KFACBlock) -> bool:
 
     That is so if, at a second turn in a row, none of its calls gave statistics, and it has a gradient that no penalty
     on the weights alone explains. One turn may be missed for other reasons, such as a backward of an earlier forward.
-    A block of which a part is frozen takes no statistics, and is in sight.
     """
-    if not all(param.requires_grad for param in block.params):
-        return False
     if not block.has_waited() or block.heard_at == block.clock.step or block.is_refused():
         return False
     pairs = [
         (local(param), local(param.grad))  # type: ignore[arg-type]
         for param in block.params
-        if not param.is_meta and says_something(param.grad)
+        if param.requires_grad and not param.is_meta and says_something(param.grad)
     ]
     return bool(pairs) and not is_of_penalties(pairs, block.wide_dtype)
 
