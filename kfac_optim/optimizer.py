@@ -816,7 +816,6 @@ class KFACOptimizer(JoinableOptimizer):
         self._memory.put(record.memory)
         suspects = {block.name for block in agreement.unaccounted}
         self._warnings.unaccounted_layers(self._binding.end_check(agreement.unaccounted))
-        self._warnings.lost_layers(self._binding.end_unseen(agreement.unseen))
         if agreement.sampled:
             self._memory.look(record.measures, self._window.step)
         self._binding.end_step()

@@ -104,7 +104,6 @@ class KFACBlock:
         strikes: steps in which the captured calls did not account for the gradient, on any process.
         silent: the number of steps, since the loss last used the layer, in which statistics were wanted outside the
             period and did not come.
-        heard_at: the last step in which a call gave statistics here, also if they were dropped since.
         began: the step at which it was built.
         waits_for_period: whether the first statistics too come by period, as those of all other blocks.
         follows_uses: whether derivatives of the products with the weight are noted as well.
@@ -133,7 +132,6 @@ class KFACBlock:
     check: GradientCheck = field(init=False)
     strikes: int = 0
     silent: int = 0
-    heard_at: int = -1
     began: int = 0
     waits_for_period: bool = False
     follows_uses: bool = False
@@ -197,16 +195,6 @@ class KFACBlock:
         """Wait on for statistics that were missed, unless they were waited for through many periods."""
         self.silent += 1
         self.clock.missed = self.silent < _PATIENCE * period_of(self.group, "factor_update_period")
-
-    def has_waited(self) -> bool:
-        """Return whether this step is the second turn in a row at which statistics are wanted, and none came between.
-
-        All processes agree on it.
-        """
-        if not (self.clock.missed and self.is_ready) or self.inverse.takes_rows:
-            return False
-        period = period_of(self.group, "factor_update_period")
-        return self.clock.step % period == 0 and self.silent + 1 >= period
 
     def is_overdue(self) -> bool:
         """Return whether statistics were due, at this step or an earlier one, and have not come since.
@@ -283,7 +271,6 @@ class KFACBlock:
 
     def accumulate(self, stats: LayerStatistics) -> None:
         self.follow()
-        self.heard_at = self.clock.step
         if self.echoes:
             return
         if self.joint is not None:

@@ -244,17 +244,6 @@ class ModelBinding:
         self._exclude(dict.fromkeys(convicted, UNACCOUNTED))
         return [block.name for block in convicted]
 
-    def end_unseen(self, unseen: Collection[KFACBlock]) -> list[str]:
-        """Drop statistics and inverse of blocks of which no call is seen any more, unless the hooks were taken off.
-
-        Returns:
-            The names of the blocks.
-        """
-        lost = [] if self.released else [block for block in self.coverage.blocks if block in unseen]
-        for block in lost:
-            block.restart()
-        return [block.name for block in lost]
-
     def end_step(self) -> None:
         """Note that a step was taken, and prepare for the next forward."""
         self._steps += 1

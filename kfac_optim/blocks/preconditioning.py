@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, l2
-from kfac_optim.capture.gradient_check import is_of_penalties
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
 from kfac_optim.inverses.state import InverseState
 from kfac_optim.layers.base import LayerAdapter
@@ -54,22 +53,6 @@ def has_gradient(block: KFACBlock) -> bool:
 def is_used(block: KFACBlock) -> bool:
     """Return whether any parameter of the block has a gradient that is not zero here; looking synchronises."""
     return any(says_something(param.grad) for param in block.params)
-
-
-def is_out_of_sight(block: KFACBlock) -> bool:
-    """Return whether the loss has used a block here, of which no call is seen any more; looking synchronises.
-
-    That is so if, at a second turn in a row, none of its calls gave statistics, and it has a gradient that no penalty
-    on the weights alone explains. One turn may be missed for other reasons, such as a backward of an earlier forward.
-    """
-    if not block.has_waited() or block.heard_at == block.clock.step or block.is_refused():
-        return False
-    pairs = [
-        (local(param), local(param.grad))  # type: ignore[arg-type]
-        for param in block.params
-        if param.requires_grad and not param.is_meta and says_something(param.grad)
-    ]
-    return bool(pairs) and not is_of_penalties(pairs, block.wide_dtype)
 
 
 def says_something(gradient: Tensor | None) -> bool:

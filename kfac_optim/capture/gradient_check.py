@@ -101,7 +101,10 @@ class GradientCheck:
         for index, param in enumerate(params):
             if param.requires_grad:
                 self._handles.append(on_gradient_first(param, weakly(self.add, index)))
-        self._directions = _directions(self._spec.in_dim, dtype, params[0].device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        shape = self._spec.in_dim, _DIRECTIONS
+        directions = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        self._directions = directions.to(dtype).to(params[0].device, non_blocking=True)
 
     def spoil(self) -> None:
         """Have this step show nothing, as part of what backward went through is not known any more."""
@@ -149,7 +152,8 @@ class GradientCheck:
             self._added = product if self._added is None else self._added + product
             if index not in self._penalties:  # now, as a parameter kept in shards is whole within backward alone
                 held = self._matrix(params, index, params[index].detach())
-                self._penalties[index] = _of_penalties(held, self._directions)
+                along = held @ self._directions
+                self._penalties[index] = [along, held.sign() @ self._directions, held @ (held.mT @ along)]
 
     def _matrix(self, params: Sequence[nn.Parameter], index: int, tensor: Tensor) -> Tensor:
         """Make the matrix `[groups, out, in]` of a tensor that is shaped like one parameter, the others being zero."""
@@ -190,68 +194,14 @@ class GradientCheck:
         """Give the norm of what no penalty on the weights explains of the difference."""
         assert self._added is not None
         assert self._captured is not None
-        # One kind of penalty after the other.
-        columns = [each for kind in zip(*self._penalties.values(), strict=True) for each in kind]
-        return _beyond(columns, self._added - self._captured)
-
-
-def is_of_penalties(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> bool:
-    """Return whether the gradients of a block may be those of penalties on its parameters alone, of the usual kinds.
-
-    The host waits for the device. If the loop has since done more to a gradient than to multiply it by a number, that
-    may hide the penalty.
-
-    Args:
-        pairs: parameters with their gradients, or the parts of both that lie here.
-        dtype: the dtype in which they are compared.
-    """
-    found: list[Tensor] = []
-    penalties: list[list[Tensor]] = []
-    for param, gradient in pairs:
-        matrix = gradient.detach().to(dtype).reshape(len(gradient) if gradient.dim() > 1 else gradient.numel(), -1)
-        directions = _directions(matrix.shape[1], dtype, matrix.device)
-        with without_autocast((gradient.device.type,)):
-            found.append((matrix @ directions).flatten())
-            penalties.append(_of_penalties(param.detach().to(matrix).reshape_as(matrix), directions))
-    sizes = [len(each) for each in found]
-    columns = [
-        torch.cat([penalty.flatten() if j == i else penalty.new_zeros(size) for j, size in enumerate(sizes)])
-        for kind in zip(*penalties, strict=True)
-        for i, penalty in enumerate(kind)
-    ]
-    whole = torch.cat(found)
-    rounding = max(rounding_of_products(gradient.dtype, gradient.device.type) for _, gradient in pairs)
-    tolerance = max(_TOLERANCE.get(dtype, _TOLERANCE_ELSEWHERE), _ROUNDINGS * rounding)
-    return _beyond(columns, whole) <= tolerance * float(torch.linalg.vector_norm(whole.double()))
-
-
-def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the directions `[width, n]` along which matrices are compared: four random ones, the same each time.
-
-    Where the matrices are no wider than that, these are all that there are.
-    """
-    if width <= _DIRECTIONS:
-        return torch.eye(width, dtype=dtype, device=device)
-    generator = torch.Generator("cpu").manual_seed(0)
-    directions = torch.randn((width, _DIRECTIONS), generator=generator, dtype=torch.float64, device="cpu")
-    return directions.to(dtype).to(device, non_blocking=True)
-
-
-def _of_penalties(held: Tensor, directions: Tensor) -> list[Tensor]:
-    """Return the gradients of the usual penalties on a matrix `W`, along directions: `W`, `sign W` and `W Wᵀ W`."""
-    along = held @ directions
-    return [along, held.sign() @ directions, held @ (held.mT @ along)]
-
-
-def _beyond(columns: Sequence[Tensor], rest: Tensor) -> float:
-    """Return the norm of what is left of a tensor without its components along others of its shape."""
-    rest = rest.double().flatten()
-    # Not many: few elements may be the sum of as many columns by chance.
-    basis = torch.stack([column.double().flatten() for column in columns[: max(1, rest.numel() // 2)]], dim=1)
-    basis = basis / torch.linalg.vector_norm(basis, dim=0).clamp(min=torch.finfo(basis.dtype).tiny)
-    turned, lengths, _ = torch.linalg.svd(basis, full_matrices=False)
-    kept = turned[:, lengths > _INDEPENDENT * lengths[0]]
-    return float(torch.linalg.vector_norm(rest - kept @ (kept.T @ rest)))
+        rest = (self._added - self._captured).double().flatten()
+        # One kind of penalty after the other, and not many: few elements may be the sum of as many columns by chance.
+        columns = [each.double().flatten() for kind in zip(*self._penalties.values(), strict=True) for each in kind]
+        basis = torch.stack(columns[: max(1, rest.numel() // 2)], dim=1)
+        basis = basis / torch.linalg.vector_norm(basis, dim=0).clamp(min=torch.finfo(basis.dtype).tiny)
+        turned, lengths, _ = torch.linalg.svd(basis, full_matrices=False)
+        kept = turned[:, lengths > _INDEPENDENT * lengths[0]]
+        return float(torch.linalg.vector_norm(rest - kept @ (kept.T @ rest)))
 
 
 def conclude(checks: Iterable[GradientCheck]) -> None:

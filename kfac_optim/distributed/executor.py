@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.preconditioning import has_gradient, is_out_of_sight, is_used
+from kfac_optim.blocks.preconditioning import has_gradient, is_used
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.communication.process_groups import ranks_of
@@ -227,13 +227,12 @@ class DistributedExecutor(Executor):
             {block for block, mark in zip(blocks, found, strict=True) if mark >= least}
             for least in (_HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _UNACCOUNTED)
         )
-        unseen = {block for block in used - sampled if block.has_waited()}
         in_place, restarted = verdict.edited and sharded, self.states.take_restarted()
         terms = verdict.terms
         if sums:
             summed = self._mean_of_terms(counted, *terms) if verdict.finite and terms is not None else 0
             terms = None
-        return Agreement(verdict.finite, summed, sampled, graded, unaccounted, unseen, terms, in_place, restarted, used)
+        return Agreement(verdict.finite, summed, sampled, graded, unaccounted, terms, in_place, restarted, used)
 
     def _summed_here(self, summed: float) -> int | None:
         """Return the terms of a summed loss on this rank; None where it has counted none and others may say how many.
@@ -414,8 +413,6 @@ def _mark(block: KFACBlock) -> int:
         return _HAS_STATISTICS if block.joint is None else _JOINS_USES
     if not has_gradient(block):
         return _UNUSED
-    if block.has_waited():
-        return _IS_USED if is_out_of_sight(block) else _HAS_GRADIENT
     # Looking at gradients synchronises with accelerators. It is asked for of blocks that have no inverse yet, and on
     # the host of those whose statistics have not come (`turns`).
     looks = not block.is_ready or (on_host(block.params[0]) and block.is_overdue())

@@ -171,7 +171,6 @@ class ExpertExecutor(Executor):
             sampled={*of_all.sampled, *here.sampled},
             graded={*of_all.graded, *here.graded},
             unaccounted={*of_all.unaccounted, *here.unaccounted},
-            unseen={*of_all.unseen, *here.unseen},
             used={*(of_all.used or ()), *(filter(is_used, own.blocks) if here.used is None else here.used)},
             restarted=[*of_all.restarted, *here.restarted],
         )

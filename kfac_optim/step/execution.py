@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.preconditioning import has_gradient, is_out_of_sight
+from kfac_optim.blocks.preconditioning import has_gradient
 from kfac_optim.blocks.selection import holders
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.step.roles import Gradients, LossShare, Statistics, WholeStates
@@ -39,8 +39,6 @@ class Agreement(NamedTuple):
     """Blocks that have a gradient on some rank."""
     unaccounted: Collection[KFACBlock] = ()
     """Blocks of which some rank has captured only a part of the gradient."""
-    unseen: Collection[KFACBlock] = ()
-    """Blocks that the loss uses on some rank, of which no call is seen any more on any."""
     terms: tuple[int, int] | None = None
     """The least and the most terms of a mean loss that a rank has counted; None if none has counted."""
     edited: bool = False
@@ -147,7 +145,6 @@ class Executor:
             sampled={block for block in blocks if block.has_pending()},
             graded={block for block in blocks if has_gradient(block)},
             unaccounted={block for block in blocks if block.check.differs},
-            unseen={block for block in blocks if is_out_of_sight(block) and not block.has_pending()},
         )
 
     def agree_on_state(self, trained: Trained) -> Agreement:

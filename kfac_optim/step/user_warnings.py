@@ -121,18 +121,21 @@ class UserWarnings:
             )
 
     def unseen_layers(self, names: Sequence[str]) -> None:
-        """Say once which layers have gradients, and were never measured."""
         if names and self._is_first("unseen"):
-            warn(f"kfac_optim: {_take(names, _UNSEEN, self._plain.layer)}. {_WHY_UNSEEN}{self._remedy}")
-
-    def lost_layers(self, names: Sequence[str]) -> None:
-        """Say which layers were measured and are seen no more, so that their inverses were dropped."""
-        if names:
-            self.given.add("unseen")
             warn(
-                f"kfac_optim: {_take(names, _UNSEEN, self._plain.layer)} from now on. Such a layer was measured "
-                "before, and for a whole period none of its calls was seen, so its inverse was dropped; "
-                f"optimizer.remove_hooks() would have kept it. {_WHY_UNSEEN}"
+                f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. One of these is why. "
+                "(1) No finite statistics came yet, or zero_grad() came between their backward and the step. (2) The "
+                "layer was parametrized or pruned since, or was given another parameter; one that is tied to another "
+                "layer's is measured from the next period on. (3) Its forward or backward is out of sight: torch.func "
+                "inside of what is compiled, torch.cond, a loop such as scan, gradients from autograd.grad, torch's "
+                "compiled autograd, or a forward of its own that multiplies by something else than its weight. (4) A "
+                "graph that torch.compile made of a model without these hooks is taken for this one: call "
+                "torch._dynamo.reset() before the optimizer is built. (5) The estimate names the loss, and its output "
+                "is not found (under torch.compile call the criterion that the estimate names, outside of what is "
+                "compiled), or the criterion reads another output of the same forward (call optimizer.observe() on "
+                "what the loss reads there), or the layer is checkpointed with use_reentrant=True (pass "
+                "use_reentrant=False). optimizer.summary() tells what is measured; later such steps are counted in "
+                f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
     def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
@@ -241,32 +244,9 @@ class UserWarnings:
         )
 
 
-_UNSEEN = "gradients but no statistics"
-
-_WHY_UNSEEN = (
-    "One of these is why. (1) No finite statistics came yet, or zero_grad() came between their backward and the step."
-    " (2) The layer was parametrized or pruned since, or was given another parameter; one that is tied to another "
-    "layer's is measured from the next period on. (3) Its forward or backward is out of sight: torch.func, "
-    "weight_norm, spectral_norm or einsum inside of what is compiled, torch.cond, a loop such as scan, a matrix of "
-    "its own module within checkpoint(use_reentrant=True), gradients from autograd.grad or set by hand, torch's "
-    "compiled autograd, or a forward of its own that multiplies by something else than its weight. (4) A graph that "
-    "torch.compile made of a model without these hooks is taken for this one: call torch._dynamo.reset() before the "
-    "optimizer is built. (5) The estimate names the loss, and its output is not found (under torch.compile call the "
-    "criterion that the estimate names, outside of what is compiled), or the criterion reads another output of the "
-    "same forward (call optimizer.observe() on what the loss reads there), or the layer is checkpointed with "
-    "use_reentrant=True (pass use_reentrant=False). (6) Its input is changed in place before backward, which "
-    "metrics()['dropped_calls'] counts. optimizer.summary() tells what is measured; later such steps are counted in "
-    "metrics()['unpreconditioned_blocks']."
-)
-
-
 def _take(names: Sequence[str], having: str, plain: str) -> str:
     """Say that layers, all of them by name, have something and go without preconditioning."""
-    step = f"the plain {plain} step"
+    listed, step = ", ".join(map(repr, names)), f"the plain {plain} step"
     if len(names) == 1:
-        return f"1 layer has {having} and takes {step} ({_listed(names)})"
-    return f"{len(names)} layers have {having} and take {step} ({_listed(names)})"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+        return f"1 layer has {having} and takes {step} ({listed})"
+    return f"{len(names)} layers have {having} and take {step} ({listed})"

@@ -1,10 +1,7 @@
 """Heads of which each step uses another: ranks agree on who has missed a turn, and train as one process does."""
 
-import warnings
-
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -65,46 +62,3 @@ def test_ranks_agree_on_what_was_missed(two_ranks: Ranks, strategy: Strategy, to
         assert of_rank == clocks
         if strategy.statistics is Statistics.ALL:
             torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-12)
-
-
-def trained_out_of_sight(rank: int, strategy: Strategy | None) -> tuple[list[Tensor], list[bool]]:
-    """The parameters after some steps whose gradients are taken by `autograd.grad`, and which layers have an inverse.
-
-    The second head has, after the first step, the gradient of a penalty alone.
-    """
-    model = Tasks()
-    optimizer = KFACOptimizer(
-        model,
-        lr=0.1,
-        factor_update_period=2,
-        distributed=False if strategy is None else DistributedConfig(strategy),
-    )
-    params = list(model.parameters())
-    for step in range(8):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        x = x if strategy is None else x[rank::2]
-        optimizer.zero_grad()
-        loss = model(x, 0).square().sum(1).mean()
-        loss = loss + (model(x, 1).square().sum(1).mean() if step == 0 else model.heads[1].weight.square().sum())
-        if step == 0:
-            loss.backward()
-        else:
-            for param, gradient in zip(params, torch.autograd.grad(loss, params, allow_unused=True), strict=True):
-                param.grad = gradient
-        for param in params:
-            if strategy is not None and param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad /= 2
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*gradients but no statistics.*from now on")
-            optimizer.step()
-    return [param.detach().clone() for param in params], [b.is_ready for b in optimizer._binding.coverage.blocks]
-
-
-@pytest.mark.parametrize("strategy", [Replicated(0.5), Replicated(1)], ids=str)
-def test_ranks_agree_on_the_layers_whose_calls_are_seen_no_more(two_ranks: Ranks, strategy: Strategy) -> None:
-    expected, ready = trained_out_of_sight(0, None)
-    assert ready == [False, False, True]
-    for params, of_rank in two_ranks.run(trained_out_of_sight, strategy):
-        assert of_rank == ready
-        torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-12)

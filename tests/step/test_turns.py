@@ -1,14 +1,11 @@
 """Layers that the loss does not use at every step, and layers that come late."""
 
-import copy
-from collections.abc import Callable, Iterable
-
 import pytest
 import torch
-from helpers.plain import batch, mlp, square_loss
+from helpers.plain import mlp, square_loss
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, TrustRegion
+from kfac_optim import KFACOptimizer
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -78,108 +75,6 @@ def test_a_layer_that_is_used_no_more_is_looked_at_by_period(set_to_none: bool) 
         wanted.append([block.name for block in optimizer._binding.coverage.blocks if block.wants_statistics()])
         optimizer.step()
     assert wanted[11:] == [[]] * 9
-
-
-def by_autograd_grad(loss: Tensor, params: Iterable[nn.Parameter]) -> None:
-    params = list(params)
-    for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
-        param.grad = gradient
-
-
-@pytest.mark.parametrize("period", [1, 3])
-def test_a_layer_whose_calls_are_seen_no_more_steps_as_under_sgd_and_is_named(period: int) -> None:
-    model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=period, step_size=TrustRegion())
-
-    def step(seed: int, *, hidden: bool) -> None:
-        optimizer.zero_grad()
-        loss = square_loss(model(batch(seed)))
-        if hidden:
-            by_autograd_grad(loss, model.parameters())
-        else:
-            loss.backward()
-        optimizer.step()
-
-    def is_sgd(seed: int) -> bool:
-        twin = copy.deepcopy(model)
-        sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
-        square_loss(twin(batch(seed))).backward()
-        sgd.step()
-        step(seed, hidden=True)
-        return all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
-
-    step(0, hidden=False)
-    for seed in range(1, 2 * period):
-        assert not is_sgd(seed), "one turn may be missed for other reasons"
-    with pytest.warns(UserWarning, match=r"2 layers have gradients but no statistics.*from now on"):
-        step(2 * period, hidden=True)
-    assert is_sgd(8)
-    assert optimizer.metrics()["unpreconditioned_blocks"] == 2
-    step(9, hidden=False)
-    step(10, hidden=False)
-    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
-
-
-def nothing(model: Tasks) -> Tensor:
-    return 0 * model.trunk.bias.sum()
-
-
-def lengths(model: Tasks) -> Tensor:
-    return sum(param.square().sum() + 0.1 * param.abs().sum() for param in model.parameters())
-
-
-def deviations(model: Tasks) -> Tensor:
-    weight = model.heads[1].weight
-    return (weight @ weight.mT - torch.eye(3)).square().sum()
-
-
-@pytest.mark.parametrize("penalty", [nothing, lengths, deviations])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_layer_with_the_gradient_of_a_penalty_alone_keeps_its_inverse(
-    penalty: Callable[[Tasks], Tensor], dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    model = Tasks(2).to(dtype)
-    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=2)
-    for step in range(9):
-        optimizer.zero_grad(set_to_none=False)
-        loss = square_loss(model(torch.randn(8, 4, dtype=dtype), 0)) + penalty(model)
-        if step == 0:
-            loss = loss + square_loss(model(torch.randn(8, 4, dtype=dtype), 1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    assert optimizer._binding.coverage.blocks[2].is_ready
-
-
-def test_a_layer_whose_statistics_are_dropped_at_each_step_keeps_its_inverse() -> None:
-    """As where the gradients of several tasks are combined by hand, of which the last alone is measured."""
-    torch.manual_seed(0)
-    model = Tasks(2)
-    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=2)
-    for step in range(9):
-        optimizer.zero_grad()
-        square_loss(model(torch.randn(8, 4), 1)).backward()
-        if step:
-            first = [(param, param.grad) for param in model.heads[1].parameters()]
-            optimizer.zero_grad()
-            square_loss(model(torch.randn(8, 4), 0)).backward()
-            for param, gradient in first:
-                param.grad = gradient
-        optimizer.step()
-    assert optimizer._binding.coverage.blocks[2].is_ready
-
-
-def test_inverses_stay_as_they_are_once_the_hooks_are_gone() -> None:
-    model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=2)
-    for step in range(9):
-        if step == 1:
-            optimizer.remove_hooks()
-        optimizer.zero_grad()
-        square_loss(model(batch(step))).backward()
-        optimizer.step()
-    assert all(block.is_ready for block in optimizer._binding.coverage.blocks)
 
 
 def test_a_request_that_stands_is_in_checkpoints() -> None:

@@ -163,7 +163,7 @@ class TrainingExecutor(DistributedExecutor):
         # The workers have found out already what this step concludes of such layers.
         self._begins = not unaccounted and self._is_due(trained.blocks, step)
         sampled = set(trained.blocks) if self._begins else set()
-        return agreement._replace(sampled=sampled, unaccounted=unaccounted, unseen=())
+        return agreement._replace(sampled=sampled, unaccounted=unaccounted)
 
     def begin(self, blocks: Sequence[KFACBlock]) -> None:
         """Begin a round, if this is the step for it; clocks and dampings are those of this step."""
