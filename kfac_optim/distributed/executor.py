@@ -216,6 +216,8 @@ class DistributedExecutor(Executor):
         self.planned.resend(list(map(bool, again)))
         # From here on all ranks do the same, as `finite` is what all of them have found together.
         self.joining.give_gradients(self.ranks.main, params, whole=not sharded, scaled=rescaled)
+        if verdict.finite and not sharded and not has_owners:
+            self._averaging.count(params, reduces=reduces or self.joining.has_run_out)
         if verdict.finite:
             self.gradients.reduce()
         else:

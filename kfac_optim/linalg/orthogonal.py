@@ -30,8 +30,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
     Each matrix is divided by its Frobenius norm first, so that its length has no effect. After five steps singular
     values of 0.0015 of that norm and more are between 0.68 and 1.21; smaller ones are multiplied by up to 485. The
-    singular vectors stay. Large products of float32 matrices are taken in bfloat16, as in Muon, but on CPUs without
-    instructions for it: they take half the time, and rounding is less than what the polynomial leaves.
+    singular vectors stay. Large products of float32 matrices are taken in bfloat16, as in Muon: they take half the
+    time, and rounding is less than what the polynomial leaves. On CPUs without AVX512-BF16 they stay in float32.
 
     Args:
         matrix: `[n, rows, columns]`.

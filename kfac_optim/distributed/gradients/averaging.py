@@ -45,21 +45,34 @@ class AveragingCheck:
                 last step: what was compared in one of these ways says nothing of the others. It is the same on all
                 ranks, so that all of them choose the same parameters.
         """
-        whole = [p for p in params if p.requires_grad and not _is_elsewhere(p if p.grad is None else p.grad)]
-        owed = [param for param in whole if self._looks[reduces, id(param)] < _STEPS_LOOKED_AT]
+        owed = self._owed(params, reduces)
         if not owed:
             return None
         norms: tuple[dict[nn.Parameter, float], dict[nn.Parameter, float]] = {}, {}
         for param, norm in zip(owed, _norms(owed), strict=True):
             if norm > 0:
                 norms[bool(reduces) and id(param) not in self._averaged][param] = norm
-                self._looks[reduces, id(param)] += 1
         inside, outside = norms
-        is_all = len(owed) == len(whole) and not (inside and outside)
+        is_all = len(owed) == sum(param.requires_grad for param in params) and not (inside and outside)
         self._some = [] if is_all else list(outside or inside)
         # Where others have some, a rank without any is to say so. Few small gradients would be lost in the norm of all,
         # as those may be that the wrapper does not average; of a product they change as large a share as the others.
         return math.prod(math.hypot(*group.values()) for group in norms if group) if any(norms) else 0.0
+
+    def count(self, params: Sequence[nn.Parameter], *, reduces: bool | None) -> None:
+        """Note that gradients were compared, on all ranks alike: also where this one has compared none.
+
+        Args:
+            params: the parameters of the optimizer, with the gradients of the step.
+            reduces: as in `norm`; True on a rank that takes a step of others in a `Join`.
+        """
+        for param in self._owed(params, reduces):
+            self._looks[reduces, id(param)] += param.grad is not None
+
+    def _owed(self, params: Sequence[nn.Parameter], reduces: bool | None) -> list[nn.Parameter]:
+        """Return the parameters that lie here whole and were not compared often enough."""
+        whole = [p for p in params if p.requires_grad and not _is_elsewhere(p if p.grad is None else p.grad)]
+        return [param for param in whole if self._looks[reduces, id(param)] < _STEPS_LOOKED_AT]
 
     def check(
         self,
@@ -104,8 +117,10 @@ class AveragingCheck:
 
 def _norms(params: Sequence[nn.Parameter]) -> list[float]:
     """Return the norm of each gradient, 0 where there is none."""
+    if all(param.grad is None for param in params):
+        return [0.0] * len(params)  # without a wait for the device
     zero = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    return torch.stack([zero if param.grad is None else _norm(param.grad) for param in params]).tolist()
+    return torch.stack([zero if param.grad is None else _norm(param.grad).to(zero.device) for param in params]).tolist()
 
 
 def _norm(grad: Tensor) -> Tensor:

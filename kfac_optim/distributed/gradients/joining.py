@@ -73,7 +73,6 @@ class Joining:
         Raises:
             RuntimeError: no wrapper is known, and on a rank without examples no forward would show it.
         """
-        self.config = config
         if config.enable and not config.throw_on_early_termination and self._wrappers.latest is None:
             raise RuntimeError(
                 "kfac_optim: Join([model, optimizer]) came before the optimizer knows the DistributedDataParallel, "
@@ -81,13 +80,15 @@ class Joining:
                 "Build the optimizer from the wrapper, KFACOptimizer(model, ...), or pass model=model; or run one "
                 "forward with gradients on all ranks before."
             )
+        self.config = config
 
     def refuse(self, call: str, remedy: str) -> None:
         """Raise NotImplementedError within a `Join`, where not all ranks would come to a call."""
         if self.is_on and self.config is not None and self.config.enable:
             raise NotImplementedError(
                 "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples does not come to "
-                f"{call}, for which the others would wait. {remedy}"
+                f"{call}, for which the others would wait. {remedy} (If an exception has ended that block, call "
+                "`with Join([model, optimizer], enable=False): pass` on all ranks first.)"
             )
 
     def check(self) -> None:

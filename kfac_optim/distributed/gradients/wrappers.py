@@ -66,7 +66,7 @@ class Wrappers:
     def take_reduces(self) -> bool | None:
         """Return whether the last forward has asked the wrapper to average gradients; None if none ran in a wrapper.
 
-        What is asked next is of the forwards to come.
+        The wrapper then forgets it, so that the next call speaks of later forwards alone.
         """
         reduces, self._reduces = self._reduces, None
         return reduces
