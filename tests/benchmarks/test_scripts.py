@@ -94,7 +94,7 @@ def test_adapters_are_fine_tuned(
         pytest.importorskip(tool)
     names = run("adapters.py", "--steps-before", "40", "--steps", "30", monkeypatch=monkeypatch, folder=tmp_path)
     before, after = figures(capsys.readouterr().out, "held-out code")
-    assert after < before - 0.1
+    assert after < before - 0.08
     assert names["optimizer"].metrics()["measured_parameters"] == 1
 
 
