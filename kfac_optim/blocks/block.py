@@ -64,7 +64,7 @@ class LayerUse:
         unexpected = "parametrizations" in self.module._modules and not self.adapter.expects_parametrized
         if (unexpected and is_parametrized(self.module)) or self.adapter.refusal(self.module) is not None:
             return True
-        # A pruned bias is trained under this name, and masked where it is used; of weights the adapters know.
+        # A pruned bias is trained as `bias_orig` and masked where it is used. Of weights `adapter.refusal` says so.
         return any(f"{name}_orig" in self.module._parameters for name in self.spec.params)
 
 
@@ -139,7 +139,7 @@ class KFACBlock:
     _without: int | None = field(init=False, default=None)
     """The step in which the uses were joined too late for its statistics to be whole."""
     _partial_at: int | None = field(init=False, default=None)
-    """The same, where these are the first statistics."""
+    """The step in which they were joined too late, where its statistics are the first ones."""
     _layers_seen: tuple[Any, ...] = field(init=False, default=())
     """What the check has seen of the modules."""
     home: tuple[torch.dtype, torch.device] = field(init=False)

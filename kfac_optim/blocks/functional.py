@@ -104,6 +104,7 @@ class FunctionalUses(ForwardListener, GraphUses):
         self._blocks = {block.params[0]: block for block in self._listening if _is_plain(block)}
         self._watches.keep(self._blocks)
         self._candidates = set(candidates)
+        self._told &= self._candidates
         self._tensors.know(self._listening, self._candidates)
         window, params = self._window(), [param for block in self._listening for param in block.params]
         self.know_in_graphs([*params, *self._candidates], Shards() if window is None else window.shards)
@@ -198,7 +199,8 @@ class FunctionalUses(ForwardListener, GraphUses):
     def take_unseen(self) -> list[nn.Parameter]:
         """Return candidates with a gradient whose products were computed without a graph, each once.
 
-        So they are where a checkpoint runs them again within backward, outside of all modes.
+        A reentrant checkpoint computes such a product in the forward without a graph, and again in backward, where no
+        mode sees it.
         """
         found = [param for param in self._dropped & self._candidates - self._told if param.grad is not None]
         self._told.update(found)

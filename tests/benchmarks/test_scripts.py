@@ -92,9 +92,9 @@ def test_adapters_are_fine_tuned(
 ) -> None:
     for tool in ("transformers", "peft"):
         pytest.importorskip(tool)
-    names = run("adapters.py", "--steps-before", "40", "--steps", "30", monkeypatch=monkeypatch, folder=tmp_path)
+    names = run("adapters.py", "--steps-before", "40", "--steps", "50", monkeypatch=monkeypatch, folder=tmp_path)
     before, after = figures(capsys.readouterr().out, "held-out code")
-    assert after < before - 0.08
+    assert after < before - 0.1
     assert names["optimizer"].metrics()["measured_parameters"] == 1
 
 
