@@ -416,19 +416,6 @@ def test_a_layer_that_runs_otherwise_later_is_looked_at_again() -> None:
     assert optimizer.factors().keys() == {"2"}
 
 
-def test_a_layer_whose_forward_is_replaced_by_one_that_nobody_sees_loses_its_inverse() -> None:
-    model = mlp()
-    optimizer = optimizer_of(model)
-    steps(optimizer, lambda: square_loss(model(batch())), 1)
-    model[0].forward = lambda x: F.linear(x, model[0].weight * 0.5, model[0].bias)
-    steps(optimizer, lambda: square_loss(model(batch())), 1)
-    with pytest.warns(UserWarning, match=r"1 layer has gradients but no statistics.*\('0'\) from now on"):
-        steps(optimizer, lambda: square_loss(model(batch())), 1)
-    before = model[0].weight.detach().clone()
-    steps(optimizer, lambda: square_loss(model(batch())), 1)
-    assert torch.equal(model[0].weight, before - 0.05 * model[0].weight.grad)
-
-
 def test_a_frozen_bias_is_no_difference() -> None:
     model = mlp()
     optimizer = optimizer_of(model)
