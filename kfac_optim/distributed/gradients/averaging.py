@@ -64,7 +64,8 @@ class AveragingCheck:
 
         Args:
             params: the parameters of the optimizer, with the gradients of the step.
-            reduces: as in `norm`; True on a rank that takes a step of others in a `Join`.
+            reduces: whether the last forward in the wrapper has asked it to average, see `norm`; True on a rank that
+                takes a step of others in a `Join`.
         """
         for param in self._owed(params, reduces):
             self._looks[reduces, id(param)] += param.grad is not None
