@@ -822,6 +822,8 @@ class KFACOptimizer(JoinableOptimizer):
         self._warnings.edited_gradients(agreement.edited)
         self._warnings.uneven_terms(agreement.terms)
         self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
+        if not self._binding.released:
+            self._warnings.stale_layers(record.stale)
         if not self._choices.step_size.directs_all:  # whose damping is relative: their number cancels
             self._warnings.assumed_terms(record.count, self._window.rule)
         self._warnings.mixed_terms(record.count)

@@ -196,6 +196,14 @@ class KFACBlock:
         self.silent += 1
         self.clock.missed = self.silent < _PATIENCE * period_of(self.group, "factor_update_period")
 
+    def has_waited(self) -> bool:
+        """Return whether this process waits in vain for statistics, and has done so for a while as of this step.
+
+        A layer that has a frozen part gives none, and is not waited for.
+        """
+        patience = max(SILENT_STEPS, period_of(self.group, "factor_update_period"))
+        return self.measured_here and self.silent + 1 == patience and all(param.requires_grad for param in self.params)
+
     def is_overdue(self) -> bool:
         """Return whether statistics were due, at this step or an earlier one, and have not come since.
 

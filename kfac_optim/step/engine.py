@@ -43,12 +43,14 @@ class StepRecord:
         memory: what the step size remembers from now on, `[4]`.
         count: terms of the loss.
         unpreconditioned: names of blocks whose gradient went to SGD as it was, for want of an inverse.
+        stale: names of blocks that the loss uses, and whose statistics were waited for in vain.
     """
 
     measures: Mapping[str, Scalar]
     memory: Tensor
     count: LossCount
     unpreconditioned: tuple[str, ...]
+    stale: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -160,9 +162,9 @@ class Engine:
         for block in by_rows:
             block.state.end_step()
         self._update(groups, state, sized, finite)
-        pass_step(blocks, agreement)
+        stale = pass_step(blocks, agreement)
         remembered = _remembered(memory, sized.memory, finite)
-        return StepRecord({**measures, **sized.measures}, remembered, count, directions.unpreconditioned)
+        return StepRecord({**measures, **sized.measures}, remembered, count, directions.unpreconditioned, tuple(stale))
 
     def _fold(self, blocks: Blocks, count: LossCount, admission: Admission) -> bool:
         """Take the statistics of this step into the averages; return whether any rank took some."""

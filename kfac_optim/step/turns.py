@@ -8,13 +8,20 @@ from kfac_optim.factors.second_moments import on_host
 from kfac_optim.step.execution import Agreement
 
 
-def pass_step(blocks: Sequence[KFACBlock], agreement: Agreement) -> None:
-    """Advance all clocks by a step, and note which layers have missed statistics that were due."""
+def pass_step(blocks: Sequence[KFACBlock], agreement: Agreement) -> list[str]:
+    """Advance all clocks by a step, and note which layers have missed statistics that were due.
+
+    Returns:
+        The names of layers that the loss uses here, though this process has waited in vain for their statistics.
+    """
+    stale: list[str] = []
     for block in blocks:
         if block not in agreement.sampled:
             if not block.is_ready:
                 block.silent += block.wants_statistics()
             elif block.clock.missed:
+                if block in agreement.graded and block.has_waited() and is_used(block):
+                    stale.append(block.name)
                 block.wait_on()
             elif block in agreement.graded and block.is_overdue() and _may_be_used(block, agreement):
                 block.note_missed()
@@ -22,6 +29,7 @@ def pass_step(blocks: Sequence[KFACBlock], agreement: Agreement) -> None:
             block.note_missed()
         block.clock.graded += block in agreement.graded
         block.clock.advance()
+    return stale
 
 
 def _may_be_used(block: KFACBlock, agreement: Agreement) -> bool:

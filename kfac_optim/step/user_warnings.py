@@ -138,6 +138,18 @@ class UserWarnings:
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
+    def stale_layers(self, names: Sequence[str]) -> None:
+        """Say once which layers were measured before, and are seen no more."""
+        if names and self._is_first("stale"):
+            warn(
+                f"kfac_optim: {listed(names, 4)}: there are gradients, and statistics were due and have not come. The "
+                "inverse stays that of earlier statistics and may not fit any more. The usual causes are a model that "
+                "was compiled after its first step (compile it before), gradients from torch.autograd.grad or by hand "
+                "(call loss.backward()), a zero_grad() between backward and step(), and a penalty as all that is left "
+                "of the layer in the loss. metrics()['factor_age'] counts the steps since. If inverses are to stay as "
+                "they are, call optimizer.remove_hooks()."
+            )
+
     def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
         if count.assumed and self._is_first("assumed"):
             read = "the largest batch that a layer was handed, summed over the backwards that came to it"

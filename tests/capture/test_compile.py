@@ -751,6 +751,22 @@ def test_layers_in_branches_of_a_graph_take_the_sgd_step(backend: str | None) ->
     torch.testing.assert_close(clones(models[0].parameters()), clones(models[1].parameters()))
 
 
+def test_a_layer_that_an_eager_step_has_measured_and_graphs_hide_is_named() -> None:
+    model, _ = build(Case(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))), images))
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=2)
+    forward = torch.compile(model, backend=BACKEND)
+
+    def step(seed: int) -> None:
+        optimizer.zero_grad()
+        mean_square((model if seed == 0 else forward)(random(seed, 8, 4))).backward()
+        optimizer.step()
+
+    for seed in range(5):
+        step(seed)
+    with pytest.warns(UserWarning, match="compiled after its first step"):
+        step(5)
+
+
 def by_func(model: nn.Module, x: Tensor) -> Tensor:
     return mean_square(torch.vmap(torch.func.grad(lambda point: model(point).sum()))(x))
 

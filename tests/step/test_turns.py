@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.plain import mlp, square_loss
+from helpers.plain import batch, mlp, square_loss
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer
@@ -75,6 +75,49 @@ def test_a_layer_that_is_used_no_more_is_looked_at_by_period(set_to_none: bool) 
         wanted.append([block.name for block in optimizer._binding.coverage.blocks if block.wants_statistics()])
         optimizer.step()
     assert wanted[11:] == [[]] * 9
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_layer_whose_calls_are_seen_no_more_is_named_once(period: int) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=period)
+
+    def step(seed: int) -> None:
+        loss = square_loss(model(batch(seed)))
+        optimizer.zero_grad()
+        if seed == 0:
+            loss.backward()
+        else:
+            for param, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+                param.grad = gradient
+        optimizer.step()
+
+    for seed in range(period + 3):
+        step(seed)
+    with pytest.warns(UserWarning, match="'0', '2': there are gradients, and statistics were due and have not come"):
+        step(period + 3)
+    for seed in range(period + 4, 15):
+        step(seed)
+    assert optimizer.metrics()["factor_age"] == 14
+
+
+@pytest.mark.parametrize("then", ["unused", "frozen", "released"])
+def test_a_layer_that_gives_no_statistics_for_a_reason_is_not_named(then: str) -> None:
+    torch.manual_seed(0)
+    model = Tasks(2)
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=2)
+    for step in range(9):
+        if step == 1 and then == "frozen":
+            model.heads[1].weight.requires_grad_(False)
+        if step == 1 and then == "released":
+            optimizer.remove_hooks()
+        optimizer.zero_grad(set_to_none=False)
+        loss = square_loss(model(torch.randn(8, 4), 0))
+        if step == 0 or then != "unused":
+            loss = loss + square_loss(model(torch.randn(8, 4), 1))
+        loss.backward()
+        optimizer.step()
+    assert optimizer._binding.coverage.blocks[2].clock.folded_at == 0
 
 
 def test_a_request_that_stands_is_in_checkpoints() -> None:
