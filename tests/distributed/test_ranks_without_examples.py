@@ -247,6 +247,25 @@ def test_a_rank_that_had_run_out_compares_gradients_in_the_next_epoch_as_others_
     assert all(map(torch.equal, first, second))
 
 
+class Heads(nn.Module):
+    """Two heads, of which the second is used in the first two steps alone: later DDP leaves it without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.other = nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_other = any(bool((x[0] == example).all()) for step in (0, 1) for example in examples(step)[0])
+        out: Tensor = (self.other if is_other else self.one)(self.first(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+def test_a_head_that_no_rank_uses_stays_where_its_owner_has_run_out(two_ranks: Ranks, strategy: Strategy) -> None:
+    flags = {"find_unused_parameters": True}
+    check(two_ranks.run(on_rank, strategy, Exchange.DIRECT, 1, flags, Heads), net=Heads)
+
+
 def clipped_after(rank: int | None) -> list[Tensor]:
     """Two steps within a `Join`, and two that clip after it."""
     bare = build(Mixed)

@@ -144,12 +144,14 @@ class Joining:
                 "loss scale, by which it would divide the gradients that it owns under Sharded(). Train without "
                 "GradScaler, as in bfloat16, or use DistributedConfig(strategy=Replicated())."
             )
-        if not some or not whole:
+        if not some:
             return
         gives = communicator.rank == source
         given = [int(gives and param.grad is not None) for param in params]
         for param, is_given in zip(params, largest(communicator, given, "which gradients", ()), strict=True):
-            if is_given:
+            if not is_given and self.has_run_out:
+                param.grad = None  # nobody uses it, and a bucket has zeros for it
+            elif is_given and whole:
                 own = param.grad if gives and param.grad is not None else torch.zeros_like(param)
                 mean = communicator.all_reduce("gradient", own).wait()
                 if self.has_run_out:
