@@ -130,6 +130,7 @@ class DistributedExecutor(Executor):
 
     def release(self) -> None:
         self._wrappers.release()
+        self.gradients.dropped()
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         echoes = self.source != self.worker
@@ -190,7 +191,7 @@ class DistributedExecutor(Executor):
         compares = finite and not isinstance(self.agreement.strategy(), Sharded) and not self.joining.has_run_out
         reduces = self._wrappers.take_reduces()
         if has_owners := isinstance(self.gradients, ShardedGradients):
-            norm = self.gradients.norm_of_added() if finite else None
+            norm = self.gradients.kept.norm_of_added() if finite else None
         else:
             norm = self._averaging.norm(params, reduces=reduces) if compares else None
         # Where gradients are views of what a wrapper sends, a scaler's division looks like any other edit.
@@ -224,7 +225,6 @@ class DistributedExecutor(Executor):
             self.planned.abandon()
             self.gradients.forget()
             self._late.end()
-            self._wrappers.stepped()
         graded, used, sampled, unaccounted = (
             {block for block, mark in zip(blocks, found, strict=True) if mark >= least}
             for least in (_HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _UNACCOUNTED)
@@ -271,15 +271,13 @@ class DistributedExecutor(Executor):
         return [LossShare(sampled, count, self._share_of_mean)], bool(sampled)
 
     def gradients_dropped(self) -> None:
-        self._wrappers.forget()
         self._edits.forget()
         self._late.end()
-        self.gradients.forget()
+        self.gradients.dropped()
 
     def publish(self) -> None:
         self.gradients.publish()
         self._late.end()
-        self._wrappers.stepped()
 
     def clip_grad_norm_(
         self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool

@@ -31,9 +31,10 @@ def profiled(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
-def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Call `hook` with the gradient of `tensor` in every backward that brings one; what it returns replaces it."""
-    tensor.register_hook(partial(_if_brought, hook))  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = tensor.register_hook(partial(_if_brought, hook))  # type: ignore[no-untyped-call]
+    return handle
 
 
 def _if_brought(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
@@ -43,7 +44,7 @@ def _if_brought(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
 
 def on_gradient_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Call `hook` with each gradient that backward brings to `tensor`, before the hooks that others have set on it."""
-    handle: RemovableHandle = tensor.register_hook(partial(_if_brought, hook))  # type: ignore[no-untyped-call]
+    handle = on_gradient(tensor, hook)
     hooks = tensor._backward_hooks
     assert hooks is not None
     # The engine calls them in the order in which the dict was filled.

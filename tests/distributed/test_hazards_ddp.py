@@ -483,6 +483,35 @@ def never_zeroed_in_parts(model: nn.Module, optimizer: KFACOptimizer, x: Tensor,
     optimizer.step()
 
 
+def weighed(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    """The first of two batches counts less."""
+    optimizer.zero_grad()
+    squares(model(3 * x), y).mean().backward()
+    scale_gradients(model)
+    squares(model(x), y).mean().backward()
+    optimizer.step()
+
+
+def decayed(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    (squares(model(x), y).mean() / 10).backward()
+    optimizer.step()
+    scale_gradients(model)
+
+
+def clipped_and_kept(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    if number % 2 == 0:
+        optimizer.zero_grad()
+    squares(model(x), y).mean().backward()
+    optimizer.clip_grad_norm_(0.05)
+    optimizer.step()
+
+
+def scale_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad *= 0.7
+
+
 @pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize(
     "step",
@@ -500,6 +529,38 @@ def never_zeroed_in_parts(model: nn.Module, optimizer: KFACOptimizer, x: Tensor,
 )
 def test_gradients_may_be_dropped_anywhere_or_not_at_all(two_ranks: Ranks, step: Step, flags: dict[str, Any]) -> None:
     check(two_ranks, step, strategy=Sharded(), flags=flags)
+
+
+@pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("step", [weighed, decayed, clipped_and_kept])
+def test_gradients_may_be_changed_between_two_backwards(two_ranks: Ranks, step: Step, flags: dict[str, Any]) -> None:
+    check(two_ranks, step, strategy=Sharded(), flags=flags)
+
+
+def never_zeroed_nor_reduced(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        (squares(model(x), y).mean() / 10).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("flags", [None, {}], ids=str)
+@pytest.mark.parametrize("step", [decayed, clipped_and_kept, never_zeroed_nor_reduced])
+def test_gradients_that_the_optimizer_averages_may_be_kept(
+    two_ranks: Ranks, step: Step, flags: dict[str, Any] | None
+) -> None:
+    check(two_ranks, step, strategy=Sharded(), flags=flags)
+
+
+def kept_by_other_owners(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(bare, Mixed)
+    bare.hidden.weight.requires_grad_(number < 4)
+    decayed(model, optimizer, x, y, number)
+
+
+@pytest.mark.parametrize("flags", [None, {"find_unused_parameters": True}], ids=str)
+def test_gradients_may_be_kept_where_owners_change(two_ranks: Ranks, flags: dict[str, Any] | None) -> None:
+    check(two_ranks, kept_by_other_owners, strategy=Sharded(), flags=flags)
 
 
 def penalised(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:

@@ -33,7 +33,11 @@ class GradientFlow(Gradients):
         """Bring the gradients of this step to where they are needed, if they are not there yet; a collective."""
 
     def forget(self) -> None:
-        """Take notice that the gradients of this step were dropped, or that no step will use them."""
+        """Take notice that no step will use the gradients as they are."""
+
+    def dropped(self) -> None:
+        """Take notice that all gradients were dropped."""
+        self.forget()
 
     def begin_forward(self) -> None:
         """Take notice that a forward of the model begins: by then gradients may have been dropped unseen."""

@@ -1,7 +1,6 @@
 """`Sharded`: gradients go to the ranks that update, and the parameters come back to all."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.gradients.averaging import SAME_GRADIENTS
 from kfac_optim.distributed.gradients.deliveries import Deliveries
 from kfac_optim.distributed.gradients.flow import GradientFlow, sum_scalars, total_norm
+from kfac_optim.distributed.gradients.kept_gradients import KeptGradients
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     delivery_limit,
@@ -29,7 +29,6 @@ from kfac_optim.distributed.planning.messages import (
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.step.execution import Trained
 from kfac_optim.step.roles import Parts
-from kfac_optim.utils.autograd import reaches
 
 
 class ShardedGradients(GradientFlow):
@@ -46,6 +45,7 @@ class ShardedGradients(GradientFlow):
     Attributes:
         owner_of: the rank that updates a parameter, -1 where all do; those that are not trained have none.
         deliveries: brings segments of a wrapper's buckets to owners.
+        kept: knows which gradients their owners have the mean of.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedGradients(GradientFlow):
         self._layouts: dict[Any, LaidOut[Any]] = {}
         self.deliveries = None if delivery is None else Deliveries(delivery, delivery_limit(plan))
         self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
-        self.forget()
+        self.kept = KeptGradients(self.owner_of, communicator.rank)
 
     def row(self, number: int, params: Sequence[Any], dtype: torch.dtype) -> OwnedRow:
         """Return how the gradients in a bucket of a wrapper go to their owners, which is laid out once.
@@ -84,32 +84,16 @@ class ShardedGradients(GradientFlow):
             self._rows[key] = gradient_row(self._plan, number, pieces, dtype)
         return self._rows[key]
 
-    def bring(self, params: Iterable[Tensor]) -> None:
-        """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
-        for param in params:
-            self._waiting.discard(param)
-            self._added.pop(param, None)  # it went with what DDP has brought
-
-    def note_added(self, param: Tensor, gradient: Tensor) -> None:
-        """Note what the running backward is about to add to a gradient, if its owner has the mean of that already."""
-        if param in self.owner_of and param not in self._waiting and reaches(param):
-            added = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64).square()
-            self._added[param] = self._added[param] + added if param in self._added else added
-
-    def norm_of_added(self) -> float:
-        """Return the norm of what was added to gradients whose mean their owners had, and which nobody has averaged.
-
-        It is right where all ranks have added the same, as of a penalty on weights with a backward of its own.
-        """
-        norm = sum(map(float, self._added.values())) ** 0.5
-        return norm if norm < inf else inf  # a vote has no place for NaN
-
     def reduce(self) -> None:
         """Sum to owners what no wrapper has; their `.grad` becomes the mean."""
-        waiting = self._waiting
+        waiting = self.owner_of.keys() - self.kept.brought
         names = [name for name, held in self._params.items() if not waiting.isdisjoint(held)]
-        if not names:
-            return
+        if names:
+            self._sum(names, waiting)
+        self.kept.keep(self.owner_of)
+
+    def _sum(self, names: Sequence[str], waiting: Collection[nn.Parameter]) -> None:
+        had = self._take_off(waiting)
         rank, ranks = self._communicator.rank, self._communicator.world_size
 
         means = gradient_means(self._plan, names)
@@ -127,6 +111,7 @@ class ShardedGradients(GradientFlow):
             for param, others in zip(self._params[name], torch.split(total, sizes), strict=True):
                 if param in waiting:
                     _average(param, others.view(param.shape), ranks)
+                    _add_gradient(param, had.get(param))
 
         for found in sums(self._communicator, self._laid_out(gradient_buckets, names), give):
             for name in list(found):
@@ -136,24 +121,32 @@ class ShardedGradients(GradientFlow):
             for param, total in zip(params, torch.split(flight.wait(), [p.numel() for p in params]), strict=True):
                 if param in waiting:
                     _set_gradient(param, total.view(param.shape) / ranks)
-        self._waiting.clear()
 
     def forget(self) -> None:
-        self._waiting: set[Tensor] = set(self.owner_of)
-        self._added: dict[Tensor, Tensor] = {}
+        self.kept.end_step()
+
+    def dropped(self) -> None:
+        self.kept.forget()
 
     def begin_forward(self) -> None:
         # As by `model.zero_grad()`, which tells nobody.
-        if len(self._waiting) < len(self.owner_of) and all(param.grad is None for param in self.owner_of):
-            self.forget()
+        if not self.kept.is_empty and all(param.grad is None for param in self.owner_of):
+            self.dropped()
 
     def restore(self) -> None:
-        brought = {param for param, owner in self.owner_of.items() if owner >= 0} - self._waiting
-        self._gather(
-            [name for name, held in self._params.items() if not brought.isdisjoint(held)],
-            lambda param: torch.zeros_like(param) if param.grad is None else param.grad,
-            lambda param, value: _set_gradient(param, value) if param in brought else None,
-        )
+        if not self.kept.is_empty:
+            had = self._take_off(self.owner_of)
+            self._gather(
+                [name for name, owner in self._owners.items() if owner >= 0],
+                lambda param: had.get(param, torch.zeros_like(param)),
+                _add_gradient,
+            )
+        self.kept.close()
+
+    def _take_off(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Leave in gradients what is still to be averaged; return what this rank owns of the rest."""
+        found = {param: self.kept.take_off(param, param.grad) for param in params if param.grad is not None}
+        return {param: mean for param, mean in found.items() if mean is not None}
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         return super().gradients([block for block in blocks if self._owners[block.name] in self._here])
@@ -276,3 +269,9 @@ def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
             return  # the owner has none
         param.grad = torch.empty_like(param)
     param.grad.copy_(value)
+
+
+def _add_gradient(param: nn.Parameter, value: Tensor | None) -> None:
+    if value is None or (param.grad is None and not bool(value.any())):
+        return
+    param.grad = value.clone() if param.grad is None else param.grad.add_(value)

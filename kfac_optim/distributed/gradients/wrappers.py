@@ -108,17 +108,6 @@ class Wrappers:
         self._flow = flow
         for hook in self._of_all():
             hook.flow = flow
-            hook.forget()
-
-    def forget(self) -> None:
-        """Note that gradients were dropped, or are the mean on all ranks."""
-        for hook in self._of_all():
-            hook.forget()
-
-    def stepped(self) -> None:
-        """Note that a step was taken, or skipped, by the gradients as they are."""
-        for hook in self._of_all():
-            hook.stepped()
 
     def take_shadowed(self) -> None:
         """Make what came while this rank shadowed the others' backward its gradients."""
