@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from kfac_optim import KFACOptimizer
 from kfac_optim.distributed import Auto, DistributedConfig, Exchange, Message, Replicated, Sharded, Strategy
@@ -138,6 +139,20 @@ def has_one(_: int) -> str:
 def test_another_hook_is_refused_by_name_where_gradients_go_to_owners(two_ranks: Ranks) -> None:
     for message in two_ranks.run(has_one):
         assert "has one already (fp16_compress_hook), and takes only one. Leave it out: to send less, pass" in message
+
+
+def casts_itself(_: int) -> str:
+    model = DistributedDataParallel(build(Mixed), mixed_precision=_MixedPrecision(torch.bfloat16))
+    try:
+        KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(Sharded()))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_mixed_precision_of_the_wrapper_is_refused_by_name_where_gradients_go_to_owners(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(casts_itself):
+        assert "that of mixed_precision=: leave this out, and run the forward under torch.autocast" in message
 
 
 def local(rank: int, strategy: Strategy, given: str, wraps: bool) -> str:

@@ -52,11 +52,16 @@ class OwnersHook:
         try:
             wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
+            remedy = (
+                "Leave it out: to send less, pass DistributedConfig(strategy=Sharded(), gradient_dtype=torch.bfloat16);"
+                " or use Replicated(), under which hooks of your own work."
+            )
+            if wrapper.mixed_precision is not None:
+                remedy = "It is that of mixed_precision=: leave this out, and run the forward under torch.autocast."
             raise RuntimeError(
                 "kfac_optim: Sharded() brings gradients to their owners by a communication hook of "
-                f"DistributedDataParallel, which has one already ({', '.join(others)}), and takes only one. Leave it "
-                "out: to send less, pass DistributedConfig(strategy=Sharded(), gradient_dtype=torch.bfloat16); or use "
-                f"Replicated(), under which hooks of your own work. ({error})"
+                f"DistributedDataParallel, which has one already ({', '.join(others)}), and takes only one. {remedy} "
+                f"({error})"
             ) from error
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
