@@ -29,7 +29,6 @@ class KeptGradients:
 
     Attributes:
         brought: the parameters whose gradients were brought to their owners in this step.
-        is_empty: whether no gradient was brought since they were dropped; the same on all ranks.
     """
 
     def __init__(self, owner_of: Mapping[nn.Parameter, int], rank: int) -> None:
@@ -38,9 +37,12 @@ class KeptGradients:
         self._handles: dict[nn.Parameter, Handle] = {}
         self.forget()
 
+    def __bool__(self) -> bool:
+        """Return whether any gradient was brought since they were dropped."""
+        return bool(self.brought or self._means)
+
     def forget(self) -> None:
         """Take notice that all gradients were dropped."""
-        self.is_empty = True
         self._means: dict[nn.Parameter, Tensor | None] = {}  # None where nothing was added yet
         self.end_step()
 
@@ -51,7 +53,6 @@ class KeptGradients:
 
     def keep(self, params: Iterable[Any]) -> None:
         """Take notice that what owners have from now on is the mean."""
-        self.is_empty = False
         for param in params:
             if param not in self._owner_of:
                 continue

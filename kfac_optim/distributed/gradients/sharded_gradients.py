@@ -130,17 +130,18 @@ class ShardedGradients(GradientFlow):
 
     def begin_forward(self) -> None:
         # As by `model.zero_grad()`, which tells nobody.
-        if not self.kept.is_empty and all(param.grad is None for param in self.owner_of):
+        if self.kept and all(param.grad is None for param in self.owner_of):
             self.dropped()
 
     def restore(self) -> None:
-        if not self.kept.is_empty:
-            had = self._take_off(self.owner_of)
-            self._gather(
-                [name for name, owner in self._owners.items() if owner >= 0],
-                lambda param: had.get(param, torch.zeros_like(param)),
-                _add_gradient,
-            )
+        had = self._take_off(self.owner_of)
+        self._gather(
+            [name for name, owner in self._owners.items() if owner >= 0],  # the same on all ranks
+            lambda param: had[param] if param in had else torch.zeros_like(param),
+            lambda param, value: None if param in had else _add_gradient(param, value),
+        )
+        for param, mean in had.items():
+            _add_gradient(param, mean)
         self.kept.close()
 
     def _take_off(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
