@@ -144,7 +144,7 @@ class UserWarnings:
             warn(
                 f"kfac_optim: {listed(names, 4)}: there are gradients, and statistics were due and have not come. The "
                 "inverse stays that of earlier statistics and may not fit any more. The usual causes are a model that "
-                "was compiled after its first step (compile it before), gradients from torch.autograd.grad or by hand "
+                "was compiled after its first step (compile it before), gradients from autograd.grad or by hand "
                 "(call loss.backward()), a zero_grad() between backward and step(), and a penalty as all that is left "
                 "of the layer in the loss. metrics()['factor_age'] counts the steps since. If inverses are to stay as "
                 "they are, call optimizer.remove_hooks()."
