@@ -155,6 +155,7 @@ class _Run:
             )
             agree()  # makes the plan
             executor.publish()
+            executor.gradients_dropped()
             flow, plan = executor.gradients, executor.plan
             assert plan is not None
             assert isinstance(flow, ShardedGradients)

@@ -108,7 +108,7 @@ def walk(
     trace: list[Message] = []
     net: Any = DistributedDataParallel(model, bucket_cap_mb=1e-4) if wrapped else model
     rows: dict[int, list[nn.Parameter]] = {}
-    begin = OwnersHook._make_local
+    send = OwnersHook._send
     optimizer = KFACOptimizer(
         net,
         lr=1e-3,
@@ -119,9 +119,9 @@ def walk(
         distributed=DistributedConfig(strategy, bucket_bytes=120, observe=trace.append, exchange=exchange),
     )
 
-    def seen(hook: OwnersHook, bucket: Any, flow: Any) -> None:
+    def seen(hook: OwnersHook, bucket: Any) -> Any:
         rows[bucket.index()] = bucket.parameters()
-        begin(hook, bucket, flow)
+        return send(hook, bucket)
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ def walk(
     for block in optimizer._binding.coverage.blocks:
         block.clock.folds = block.clock.folds_at_refresh = 10**6
     trace.clear()
-    with counted_calls() as handed_over, mock.patch.object(OwnersHook, "_make_local", seen):
+    with counted_calls() as handed_over, mock.patch.object(OwnersHook, "_send", seen):
         for number in range(PERIOD):
             step(PERIOD + number)
     plan = optimizer.plan()

@@ -109,7 +109,8 @@ class OwnersHook:
 
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         flow, shadows = self.flow, self._shadows()
-        pieces = [_Piece(*each, None) for each in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+        # A bucket of a sparse gradient has no pieces, and goes to all.
+        pieces = [_Piece(*each, None) for each in zip(bucket.parameters(), bucket.gradients(), strict=False)]
         if flow is not None:
             if not shadows:  # otherwise the bucket has zeros
                 pieces = [each.without_mean(flow) for each in pieces]
