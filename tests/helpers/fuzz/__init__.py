@@ -23,7 +23,7 @@ from kfac_optim import KFACOptimizer
 PACKAGE = str(Path(kfac_optim.__file__).parent)
 OURS = str(Path(__file__).parent)
 BASE_CLASS = str(Path(torch.optim.__file__).parent / "optimizer.py")
-PASSED_ON = ("function_modes.py", "weight_maps.py")  # which call torch for the model
+PASSED_ON = ("function_modes.py", "weight_maps.py", "recurrent.py")  # which call torch for the model
 PARTLY, HALFWAY = ("torch/optim/sgd.py", "torch/optim/lr_scheduler.py"), "raised within torch, which was halfway"
 CLEAR = (TypeError, ValueError, RuntimeError, KeyError)
 
