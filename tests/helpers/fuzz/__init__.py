@@ -23,7 +23,8 @@ from kfac_optim import KFACOptimizer
 PACKAGE = str(Path(kfac_optim.__file__).parent)
 OURS = str(Path(__file__).parent)
 BASE_CLASS = str(Path(torch.optim.__file__).parent / "optimizer.py")
-PASSED_ON = ("function_modes.py", "weight_maps.py", "recurrent.py")  # which call torch for the model
+PASSED_ON = ("function_modes.py", "weight_maps.py")  # which call torch for the model
+UNROLLED, MIXED = "recurrent.py", "must have the same dtype"  # there torch meets a batch that autocast does not cast
 PARTLY, HALFWAY = ("torch/optim/sgd.py", "torch/optim/lr_scheduler.py"), "raised within torch, which was halfway"
 CLEAR = (TypeError, ValueError, RuntimeError, KeyError)
 
@@ -53,7 +54,7 @@ def judge(error: Exception, what: str) -> str:
         return "refused by torch.optim"
     if frames[-1].endswith(PARTLY):  # as where a sparse momentum meets a dense gradient, or a second group has no rate
         return HALFWAY
-    if frames[-1].endswith(PASSED_ON):
+    if frames[-1].endswith(PASSED_ON) or (frames[-1].endswith(UNROLLED) and MIXED in str(error)):
         return "the user's error"
     owner = next(frame for frame in reversed(frames) if frame.startswith((PACKAGE, OURS)))
     if owner.startswith(OURS):
