@@ -197,7 +197,7 @@ class KFACBlock:
         self.clock.missed = self.silent < _PATIENCE * period_of(self.group, "factor_update_period")
 
     def has_waited(self) -> bool:
-        """Return whether this process waits in vain for statistics, and has done so for a while as of this step.
+        """Return whether, with this step, this process has waited in vain for statistics long enough to say so.
 
         A layer that has a frozen part gives none, and is not waited for.
         """

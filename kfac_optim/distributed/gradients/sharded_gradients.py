@@ -93,6 +93,7 @@ class ShardedGradients(GradientFlow):
         self.kept.keep(self.owner_of)
 
     def _sum(self, names: Sequence[str], waiting: Collection[nn.Parameter]) -> None:
+        """Make the `.grad` of these parameters, in layers of these names, the mean on their owners."""
         had = self._take_off(waiting)
         rank, ranks = self._communicator.rank, self._communicator.world_size
 
@@ -273,6 +274,7 @@ def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _add_gradient(param: nn.Parameter, value: Tensor | None) -> None:
+    """Add to `.grad`; where there is none, zeros make none."""
     if value is None or (param.grad is None and not bool(value.any())):
         return
     param.grad = value.clone() if param.grad is None else param.grad.add_(value)
