@@ -48,7 +48,7 @@ from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.step import selected_updates
 from kfac_optim.utils.sharded_params import local
 
-STEPS = 20
+STEPS = 12
 TOLERANCE = 1e-12
 LAYERS, FACTORS = Placement.LAYERS, Placement.FACTORS
 

@@ -247,20 +247,26 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from kfac_optim.distributed.launch import initialize
 
-place = initialize()
-again = initialize()
-total = torch.tensor(float(10 ** place.rank))
-dist.all_reduce(total)
-told = [place.launcher.name, place.rank, place.local_rank, dist.get_rank(), dist.get_world_size(), total.item()]
-prefix = {"TORCHRUN": "", "OPEN_MPI": "OMPI_COMM_WORLD_", "HYDRA": "PMI_"}[place.launcher.name]
-rank, size = f"{prefix}RANK", f"{prefix}SIZE" if prefix else "WORLD_SIZE"
-os.environ |= {rank: "7", size: "8", "MASTER_ADDR": "127.0.0.1"}
-try:
-    initialize()
-except RuntimeError as error:
-    told += [again == place, str(error)]
-Path(sys.argv[1], str(place.rank)).write_text(json.dumps(told))
-dist.destroy_process_group()
+all_told, own = [], dict(os.environ)
+for variables in json.loads(sys.argv[2]):
+    os.environ |= variables
+    place = initialize()
+    again = initialize()
+    total = torch.tensor(float(10 ** place.rank))
+    dist.all_reduce(total)
+    told = [place.launcher.name, place.rank, place.local_rank, dist.get_rank(), dist.get_world_size(), total.item()]
+    prefix = {"TORCHRUN": "", "OPEN_MPI": "OMPI_COMM_WORLD_", "HYDRA": "PMI_"}[place.launcher.name]
+    rank, size = f"{prefix}RANK", f"{prefix}SIZE" if prefix else "WORLD_SIZE"
+    os.environ |= {rank: "7", size: "8", "MASTER_ADDR": "127.0.0.1"}
+    try:
+        initialize()
+    except RuntimeError as error:
+        told += [again == place, str(error)]
+    all_told.append(told)
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ |= own
+Path(sys.argv[1], str(place.rank)).write_text(json.dumps(all_told))
 """
 
 
@@ -282,7 +288,7 @@ def finish(processes: Sequence[subprocess.Popen[str]], folder: Path) -> list[Any
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
-def check(told: list[list[object]], launcher: Launcher) -> None:
+def check(told: Sequence[list[object]], launcher: Launcher) -> None:
     for rank, (name, found, local, real, world_size, total, same, error) in enumerate(told):
         assert (name, found, local, real, world_size, total) == (launcher.name, rank, rank, rank, 2, 11)
         assert same
@@ -344,20 +350,22 @@ def torchrun(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "variables"),
-    [(Launcher.TORCHRUN, torchrun), (Launcher.OPEN_MPI, open_mpi), (Launcher.HYDRA, hydra)],
-)
-def test_two_processes_with_the_variables_of_a_launcher_form_a_group(
-    launcher: Launcher, variables: Callable[[int], dict[str, str]], tmp_path: Path
-) -> None:
-    port = free_port()
-    environs = [environment(MASTER_PORT=port, **variables(rank)) for rank in range(2)]
-    check(finish([start(["-c", PROGRAM, str(tmp_path)], environ) for environ in environs], tmp_path), launcher)
+def test_two_processes_with_the_variables_of_a_launcher_form_a_group(tmp_path: Path) -> None:
+    """The same two have those of one launcher after the other, as a process takes seconds to start."""
+    launchers: dict[Launcher, Callable[[int], dict[str, str]]] = {
+        Launcher.TORCHRUN: torchrun, Launcher.OPEN_MPI: open_mpi, Launcher.HYDRA: hydra,
+    }  # fmt: skip
+    ports = [free_port() for _ in launchers]
+    turns = [
+        [variables(rank) | {"MASTER_PORT": port} for variables, port in zip(launchers.values(), ports, strict=True)]
+        for rank in range(2)
+    ]
+    started = [start(["-c", PROGRAM, str(tmp_path), json.dumps(each)], environment()) for each in turns]
+    for launcher, *told in zip(launchers, *finish(started, tmp_path), strict=True):
+        check(told, launcher)
 
 
-def test_without_a_launcher_no_group_is_formed() -> None:
-    program = "from kfac_optim.distributed.launch import *; import torch.distributed as dist\n"
-    program += "place = initialize(); print(place.launcher.name, place.world_size, dist.is_initialized())"
-    run = start(["-c", program], environment())
-    assert run.communicate(timeout=60)[0].strip() == "NONE 1 False"
+def test_without_a_launcher_no_group_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    place = launch.initialize()
+    assert (place.launcher, place.world_size, dist.is_initialized()) == (Launcher.NONE, 1, False)

@@ -236,7 +236,7 @@ def one_after_the_other(rank: int, strategy: Strategy, count: int) -> tuple[obje
     return before, open_things()
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
 def test_optimizers_that_come_and_go_leave_no_file_thread_or_group_behind(
     two_ranks: Ranks, strategy: Strategy, count: int

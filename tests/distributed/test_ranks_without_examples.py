@@ -97,8 +97,16 @@ def test_weights_may_lie_in_memory_as_they_like(two_ranks: Ranks, exchange: Exch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", [Exchange.DIRECT, Exchange.SEGMENTS])
-@pytest.mark.parametrize("strategy", [Replicated(0.5), Sharded(), Sharded(Placement.FACTORS)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "exchange"),
+    [
+        (Replicated(0.5), Exchange.SEGMENTS),
+        (Sharded(), Exchange.DIRECT),
+        (Sharded(), Exchange.SEGMENTS),
+        (Sharded(Placement.FACTORS), Exchange.DIRECT),
+    ],
+    ids=str,
+)
 def test_so_do_four_ranks(four_ranks: Ranks, strategy: Strategy, exchange: Exchange) -> None:
     check(four_ranks.run(on_rank, strategy, exchange))
 

@@ -15,7 +15,7 @@ from kfac_optim import KFACOptimizer
 from kfac_optim.blocks.checkpoint import KEY
 from kfac_optim.distributed.communication.transfer import leaves
 
-STEPS, EXAMPLES = 8, 8
+STEPS, EXAMPLES = 6, 8
 DEFAULTS: dict[str, Any] = {
     "lr": 0.05,
     "momentum": 0.9,

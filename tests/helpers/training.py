@@ -179,7 +179,7 @@ class Case:
     scaler: str | None = None
     stated: bool = False
     dampings: tuple[float, ...] = ()
-    steps: int = 20
+    steps: int = 13
     exchange: Exchange | None = None
 
     @property
