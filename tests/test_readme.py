@@ -9,7 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", "benchmarks/README.md", "benchmarks/MISSED.md", "kfac_optim/README.md", "kfac_optim/distributed/README.md"]
+PAGES = [
+    "README.md",
+    "benchmarks/README.md",
+    "benchmarks/MISSED.md",
+    "kfac_optim/README.md",
+    "kfac_optim/distributed/README.md",
+]
 
 
 def test_the_complete_script_trains_as_it_stands(tmp_path: Path) -> None:
