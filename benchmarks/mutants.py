@@ -258,11 +258,11 @@ def run(args: argparse.Namespace) -> None:
     if unknown := set(args.names) - {word for mutant in known for word in (mutant.room, mutant.name)}:
         raise UsageError(f"argument MUTANT: rooms or names of mutants, got {', '.join(sorted(unknown))}")
     out = Path("random.json") if args.random and args.out == Path("mutants.json") else args.out
-    before: dict[str, Any] = json.loads(out.read_text())["verdicts"] if out.exists() else {}
-    verdicts = {mutant.name: Verdict(**before[mutant.name]) for mutant in known if mutant.name in before}
-    stale = [mutant.name for mutant in known if mutant.name in verdicts
-             and verdicts[mutant.name].file_print != mutant.print_of()]  # fmt: skip
-    killers = {name: by for name in stale if (by := verdicts.pop(name).by) is not None and "::" in by}
+    report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    before = report.get("verdicts", {}) | report.get("of_other_code", {})
+    of_before = {mutant: Verdict(**before[mutant.name]) for mutant in known if mutant.name in before}
+    verdicts = {mutant.name: each for mutant, each in of_before.items() if each.file_print == mutant.print_of()}
+    stale = {mutant.name: each for mutant, each in of_before.items() if mutant.name not in verdicts}
     left = [mutant for mutant in chosen if mutant.name not in verdicts
             or not (verdicts[mutant.name].killed or mutant.name in explained)]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -270,12 +270,13 @@ def run(args: argparse.Namespace) -> None:
         same = Copy(Path(folder, "same"), math.inf)
         covering = Covering(same.folder, same.pytest) if args.covering else None
         for number, mutant in enumerate(left, 1):
-            killer = killers.get(mutant.name)
+            by = stale[mutant.name].by if mutant.name in stale else None
+            killer = by if by is not None and "::" in by else None
             runs = runs_of(mutant, args.tests, room_alone=args.room_alone, killer=killer, covering=covering)
             verdict = verdicts[mutant.name] = copy.judge(mutant, runs)
             if verdict.by is not None and "::" in verdict.by:
                 new.add(verdict.by)
-            _write(out, known, verdicts, explained)
+            _write(out, known, verdicts, stale, explained)
             said = f"killed by {verdict.by}" if verdict.killed else "SURVIVED"
             print(f"[{number}/{len(left)}] {mutant.name}: {said} ({verdict.seconds:.0f} s)", flush=True)
         no_proof = copy.fail_alone(sorted(new))
@@ -283,13 +284,21 @@ def run(args: argparse.Namespace) -> None:
         if verdict.by in no_proof:
             print(f"{name}: {verdict.by} fails without a mutant too; run the command again")
             del verdicts[name]
-    _write(out, known, verdicts, explained)
+    _write(out, known, verdicts, stale, explained)
     _tell(known, verdicts, explained)
     print(f"Figures: {out}")
 
 
-def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict], explained: Container[str]) -> None:
+def _write(
+    path: Path,
+    known: Sequence[Mutant],
+    verdicts: dict[str, Verdict],
+    stale: dict[str, Verdict],
+    explained: Container[str],
+) -> None:
+    """Write the verdicts, and those of other code until they are made anew: their tests go first then."""
     of_known = {mutant.name: verdicts[mutant.name] for mutant in known if mutant.name in verdicts}
+    of_other_code = {name: verdict for name, verdict in stale.items() if name not in of_known}
     survivors = [name for name, verdict in of_known.items() if not verdict.killed]
     report = {
         "benchmark": "mutants",
@@ -300,6 +309,7 @@ def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict], ex
         "explained": [name for name in survivors if name in explained],
         "seconds": round(sum(verdict.seconds for verdict in of_known.values())),
         "verdicts": {name: asdict(verdict) for name, verdict in sorted(of_known.items())},
+        "of_other_code": {name: asdict(verdict) for name, verdict in sorted(of_other_code.items())},
     }
     write_json(path, report, torch.device("cpu"))
 

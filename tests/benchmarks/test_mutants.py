@@ -120,17 +120,15 @@ def test_the_test_that_killed_before_goes_first_if_it_is_still_there(
 @pytest.mark.slow  # a minute
 def test_a_sample_of_the_mutants_is_killed(tmp_path: Path) -> None:
     verdicts = json.loads(VERDICTS.read_text())["verdicts"]
-    quick = [
-        name
-        for name, each in verdicts.items()
-        if each["killed"] and each["seconds"] < QUICK and each["tests"] not in ("given", "killer")
-    ]
-    chosen = random.Random(SEED).sample(sorted({mutant.name for mutant in load()} & set(quick)), SAMPLE)
+    quick = {name for name, each in verdicts.items() if each["killed"] and each["seconds"] < QUICK}
+    *chosen, left = random.Random(SEED).sample(sorted({mutant.name for mutant in load()} & quick), SAMPLE + 1)
     out = tmp_path / "mutants.json"
-    gone = {"killed": True, "by": "tests/any.py::gone", "tests": "near", "seconds": 1.0, "file_print": "of other code"}
-    out.write_text(json.dumps({"verdicts": {chosen[0]: gone}}))
+    before = {name: verdicts[name] | {"file_print": "of other code"} for name in (*chosen, left)}
+    out.write_text(json.dumps({"verdicts": before}))
     command = [sys.executable, "-m", "benchmarks", "mutants", *chosen, "--room-alone", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True)
     report = json.loads(out.read_text())
     assert report["judged"] == SAMPLE  # else a test fails without a mutant, too
     assert report["survivors"] == []
+    assert {each["tests"] for each in report["verdicts"].values()} == {"killer"}
+    assert report["of_other_code"] == {left: before[left]}
