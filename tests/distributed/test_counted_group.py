@@ -36,6 +36,13 @@ def test_by_segments_a_bucket_is_held_twice_at_most_whatever_the_ranks(ranks: in
         assert found.phases[phase].buffers <= 2 * found.largest_bucket, phase
 
 
+def test_a_gradient_that_all_ranks_have_the_mean_of_is_summed_in_place() -> None:
+    wide = (4096, 4096)  # more than an owner's share of all layers, so that it has no owner
+    found = counted(64, Exchange.SEGMENTS, [wide, *EQUAL], rank=1)
+    assert any(owner < 0 for row in found.rows for owner, _ in row)
+    assert found.phases["gradients"].buffers < 0.1 * found.largest_bucket
+
+
 def test_directly_an_owner_holds_what_all_ranks_send() -> None:
     found = counted(64, Exchange.DIRECT, rank=0)
     assert found.phases["parameters"].buffers >= 7 * found.largest_bucket  # its eighth, for each of 63 others

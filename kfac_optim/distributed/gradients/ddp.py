@@ -265,7 +265,8 @@ def _take(own: Sequence[_Piece], mean: Tensor) -> None:
 
 def _as_gradient(param: Tensor, piece: Tensor) -> Tensor:
     """Return a piece of a bucket as a gradient: it lies there as the parameter does in memory."""
-    if torch.empty_like(param).stride() != param.stride():  # which has gaps there, so that DDP lays it out plainly
+    is_dense = param.is_contiguous() or torch.empty_like(param, device="meta").stride() == param.stride()
+    if not is_dense:  # DDP lays it out plainly
         return piece
     return piece.reshape(-1).as_strided(param.shape, param.stride())
 
