@@ -123,7 +123,7 @@ class ProductMode(TorchFunctionMode):
 
 
 @inline_only
-def _as_known(output: Any, arguments: tuple[Any, ...]) -> Any:
+def _as_known(output: Any, arguments: tuple[Any, ...]) -> Any:  # pragma: traced
     """Return the output of a traced function, or what dynamo knows as the same parameter or its transpose.
 
     Dynamo takes every output for a tensor of its own, although `weight.to(dtype)` may return `weight`. It does not know

@@ -67,6 +67,30 @@ def test_what_contradicts_itself_is_refused_and_nothing_changes(
     assert_identical(case.held(), case.before)
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda saved: saved["state"].update({0: 3}), "'state' of '0.weight' is 3, not a dict"),
+        (lambda saved: saved["state"][0].update(momentum_buffer=3), "'momentum_buffer' of '0.weight' is 3, not a"),
+        (
+            lambda saved: saved["param_groups"][0].update(lr=torch.tensor(1j)),
+            "'lr' of param group 0 is .* not a",
+        ),
+        (lambda saved: saved["param_groups"][0].pop("kl_clip"), "param group 0 lacks 'kl_clip', which another"),
+    ],
+    ids=["state", "momentum", "rate", "older"],
+)
+def test_what_is_of_another_kind_is_refused_and_nothing_changes(
+    damage: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    case = case_of((0, 1))
+    damaged = case.saved()
+    damage(damaged)
+    with pytest.raises(ValueError, match=message):
+        case.optimizer.load_state_dict(damaged)
+    assert_identical(case.held(), case.before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(INVERSES)), ids=[repr(inverse) for inverse in INVERSES])
 def test_every_tensor_of_every_inverse_that_is_not_finite_is_refused_by_its_name(index: int) -> None:
@@ -111,6 +135,10 @@ NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
     "groups as a dict": ({"param_groups": {}, "state": {}}, "'param_groups' is dict, not a list"),
     "a group that is none": ({"param_groups": [3], "state": {}}, "param group 0 is 3, not a dict"),
     "a group without parameters": ({"param_groups": [{"lr": 1}], "state": {}}, "'params' of param group 0 is None"),
+    "a number without a name": (
+        {"param_groups": [{"params": [], 3: 1}], "state": {}},
+        "a param group .* called 3",
+    ),
 }
 
 

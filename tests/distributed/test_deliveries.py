@@ -17,19 +17,27 @@ from kfac_optim.distributed.communication.launcher import Launcher
 from kfac_optim.distributed.gradients import ddp
 
 
-def trained(rank: int, delayed: bool, broken: bool) -> tuple[list[str], list[Tensor], str]:
-    """Names of all second messages in their order, parameters, and what backward raised after two steps."""
+def trained(rank: int, delayed: bool, broken: str) -> tuple[list[str], list[Tensor], str]:
+    """Names of all second messages in their order, parameters, and what backward raised after two steps.
+
+    The second messages are broken when they are due: before the first ones have ended, or "behind" them.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]).double()
     trace: list[Message] = []
     net = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     config = DistributedConfig(Sharded(), exchange=Exchange.SEGMENTS, bucket_bytes=400, observe=trace.append)
     optimizer = KFACOptimizer(net, lr=1e-2, momentum=0.9, distributed=config)
-    chance, mean = random.Random(rank), ddp._mean
+    chance, mean, begin = random.Random(rank), ddp._mean, ddp.begin
 
     def late(*given: Any) -> Tensor:
         time.sleep(chance.random() / 100 if delayed else 0)
         return mean(*given)
+
+    def ended(*given: Any) -> Any:
+        work = begin(*given)
+        work.wait()
+        return work
 
     def fail(*_: object) -> None:
         raise RuntimeError("the network is gone")
@@ -45,7 +53,11 @@ def trained(rank: int, delayed: bool, broken: bool) -> tuple[list[str], list[Ten
             step(number)
     said = ""
     if broken:
-        with mock.patch.object(Launcher, "begin", fail), pytest.raises(RuntimeError) as raised:
+        with (
+            mock.patch.object(ddp, "begin", ended if broken == "behind" else begin),
+            mock.patch.object(Launcher, "begin", fail),
+            pytest.raises(RuntimeError) as raised,
+        ):
             step(4)
         said = str(raised.value)
     second = [each.name for each in trace if " of DDP " in each.name and each.collective is Collective.ALL_TO_ALL]
@@ -53,16 +65,17 @@ def trained(rank: int, delayed: bool, broken: bool) -> tuple[list[str], list[Ten
 
 
 def test_second_messages_have_one_order_whenever_the_first_ones_end(two_ranks: Ranks) -> None:
-    found = two_ranks.run(trained, True, False, timeout=30)
+    found = two_ranks.run(trained, True, "", timeout=30)
     (names, params, _), (others, same, _) = found
     assert names == others
     assert len(names) >= 3 * 2, "of several batches in each backward by segments"
     for one, other in zip(params, same, strict=True):
         assert torch.equal(one, other)
-    for one, other in zip(params, two_ranks.run(trained, False, False, timeout=30)[0][1], strict=True):
+    for one, other in zip(params, two_ranks.run(trained, False, "", timeout=30)[0][1], strict=True):
         assert torch.equal(one, other)
 
 
-def test_what_fails_on_the_way_to_owners_is_raised_by_backward(two_ranks: Ranks) -> None:
-    for _, _, said in two_ranks.run(trained, False, True, timeout=30):
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_what_fails_on_the_way_to_owners_is_raised_by_backward(two_ranks: Ranks, when: str) -> None:
+    for _, _, said in two_ranks.run(trained, False, when, timeout=30):
         assert "the network is gone" in said

@@ -24,6 +24,8 @@ from kfac_optim import (
     QuadraticModel,
     TrustRegion,
 )
+from kfac_optim.step import gate
+from kfac_optim.step.scalars import scalars
 from kfac_optim.step.trust_region import follow, slope_ratio
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
@@ -282,6 +284,22 @@ def test_a_step_that_is_not_taken_leaves_the_region_as_it_is() -> None:
     next(model.parameters()).grad[0, 0] = math.nan
     optimizer.step()
     assert_identical(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_on_an_accelerator_the_region_has_the_same_size(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made to believe that numbers and gradients are far away, steps end where they end on the host."""
+    found = []
+    for is_far in (False, True):
+        model = mlp()
+        optimizer = KFACOptimizer(model, lr=0.1, momentum=momentum, fused=True, factor_update_period=3)
+        train(model, optimizer, 1)
+        if is_far:
+            monkeypatch.setattr(scalars, "__code__", (lambda values: list(values.unbind())).__code__)
+            monkeypatch.setattr(gate, "fused_kernels_look", lambda *_: True)
+        train(model, optimizer, 5, start=1)
+        found.append(snapshot(optimizer))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
 def kept(optimizer: KFACOptimizer) -> list[Tensor]:

@@ -39,7 +39,7 @@ class Segment:
     def finish(self, error: Exception | None = None) -> None:
         """End, well or by an error, which the wrapper then raises; at once where all is done at once."""
         if error is not None and continues_at_once(self._buffer.device):
-            raise error
+            raise error  # pragma: cuda
         if not self._ended.done():
             self._error = error
             # A tensor, as on an accelerator the wrapper then waits for the kernels behind it as well.
