@@ -120,22 +120,22 @@ class Training:
         self.optimizer.load_state_dict(saved["optimizer"])
 
 
-def uninterrupted(rank: int, run: Run, path: str | None) -> list[Tensor]:
+def uninterrupted(rank: int, run: Run, path: str | None, saved: int = SAVED) -> list[Tensor]:
     training = Training(run)
     with largest_everywhere(on=run.everywhere):
-        training.train(0, SAVED)
+        training.train(0, saved)
         if path is not None:
             training.optimizer.consolidate_state_dict()
             training.save(path)
-        training.train(SAVED, STEPS)
+        training.train(saved, STEPS)
     return training.params()
 
 
-def resumed(rank: int, run: Run, path: str) -> list[Tensor]:
+def resumed(rank: int, run: Run, path: str, saved: int = SAVED) -> list[Tensor]:
     training = Training(run)
     training.load(path)
     with largest_everywhere(on=run.everywhere):
-        training.train(SAVED, STEPS)
+        training.train(saved, STEPS)
     return training.params()
 
 
@@ -205,6 +205,13 @@ def test_a_consolidated_checkpoint_resumes_the_run_bitwise_and_is_that_of_one_pr
             torch.testing.assert_close(
                 value, saved[key], rtol=1e-9, atol=1e-12, msg=lambda text, at=key: f"{at}: {text}"
             )
+
+
+def test_what_ranks_apply_until_the_next_refresh_is_in_the_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+    """`EKFAC` goes on to sample `S` from the refresh on, which is applied as it was then."""
+    run, path, between = Run(SHARDED, EKFAC()), str(tmp_path / "checkpoint.pt"), SAVED + 1
+    expected = two_ranks.run(uninterrupted, run, path, between)
+    assert_identical(two_ranks.run(resumed, run, path, between), expected)
 
 
 def consolidated_at_odd_times(rank: int, path: str) -> list[Tensor]:
