@@ -1,4 +1,4 @@
-"""Tables, lists of names and sizes as text."""
+"""Tables, lists of names, sizes and values as text."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +26,12 @@ def listed(names: Iterable[object], most: int = 8) -> str:
     """Return the first few names, in quotes, and how many more there are."""
     quoted = [repr(name) for name in names]
     return ", ".join(quoted[:most]) + (f" and {len(quoted) - most} more" if len(quoted) > most else "")
+
+
+def shown(value: object, most: int = 200) -> str:
+    """Return what `repr` says of a value, cut short: what stands in the place of a number may be a whole checkpoint."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def without_addresses(text: str) -> str:

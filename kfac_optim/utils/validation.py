@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_optim.utils.text import shown
+
 _LARGEST = torch.finfo(torch.float32).max
 _SCHEDULE = " A number that changes is set by a scheduler: see HyperparameterScheduler."
 _FACTOR_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -34,7 +36,7 @@ def check_number(
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"kfac_optim: {name} must be a number, got {value!r}.{_SCHEDULE * (scheduled and callable(value))}"
+            f"kfac_optim: {name} must be a number, got {shown(value)}.{_SCHEDULE * (scheduled and callable(value))}"
         )
     number = float(value)
     if not (math.isfinite(number) and number > above and at_least <= number <= at_most):
@@ -42,17 +44,17 @@ def check_number(
         bounds += [f"at least {at_least:g}"] if at_least > -math.inf else []
         bounds += [f"at most {at_most:g}"] if at_most < math.inf else []
         allowed = ", ".join(["finite", " and ".join(bounds)] if bounds else ["finite"])
-        raise ValueError(f"kfac_optim: {name} must be {allowed}, got {value!r}.")
+        raise ValueError(f"kfac_optim: {name} must be {allowed}, got {shown(value)}.")
 
 
 def check_integer(name: str, value: object, *, at_least: int = 1, scheduled: bool = False) -> None:
     """Raise TypeError for what is not an integer, ValueError for one below `at_least`; arguments as `check_number`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(
-            f"kfac_optim: {name} must be an integer, got {value!r}.{_SCHEDULE * (scheduled and callable(value))}"
+            f"kfac_optim: {name} must be an integer, got {shown(value)}.{_SCHEDULE * (scheduled and callable(value))}"
         )
     if int(value) < at_least:
-        raise ValueError(f"kfac_optim: {name} must be at least {at_least}, got {value!r}.")
+        raise ValueError(f"kfac_optim: {name} must be at least {at_least}, got {shown(value)}.")
 
 
 def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
@@ -127,7 +129,7 @@ def plain_number(value: Any) -> Any:
 def check_flag(name: str, value: object, *, optional: bool) -> None:
     if not (isinstance(value, bool) or (optional and value is None)):
         allowed = "True, False or None" if optional else "True or False"
-        raise TypeError(f"kfac_optim: {name} must be {allowed}, got {value!r}.")
+        raise TypeError(f"kfac_optim: {name} must be {allowed}, got {shown(value)}.")
 
 
 def check_loss(loss: object) -> None:
@@ -135,7 +137,7 @@ def check_loss(loss: object) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
         return
     if isinstance(loss, bool) or not isinstance(loss, Real):
-        got = f"a tensor {list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
+        got = f"a tensor {list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else shown(loss)
         raise TypeError(f"kfac_optim: the closure must return the loss, one number, and returned {got}.")
 
 
@@ -144,7 +146,7 @@ def check_closure(closure: object) -> None:
     if closure is not None and not callable(closure):
         raise TypeError(
             "kfac_optim: step() takes None, or a closure that evaluates the model and returns the loss, got "
-            f"{closure!r}."
+            f"{shown(closure)}."
         )
 
 
@@ -164,13 +166,13 @@ def as_float(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"kfac_optim: {name} must be a number, got {value!r}.") from None
+        raise TypeError(f"kfac_optim: {name} must be a number, got {shown(value)}.") from None
 
 
 def check_dtype(name: str, value: object) -> None:
     """Raise unless `value` is None or a floating dtype with the range that squared gradients need."""
     if value is not None and not isinstance(value, torch.dtype):
-        raise TypeError(f"kfac_optim: {name} must be a torch.dtype or None, got {value!r}.")
+        raise TypeError(f"kfac_optim: {name} must be a torch.dtype or None, got {shown(value)}.")
     if value is not None and value not in _FACTOR_DTYPES:
         raise ValueError(
             f"kfac_optim: {name} must be one of {', '.join(map(str, _FACTOR_DTYPES))} (float16 cannot hold squared "
@@ -182,7 +184,7 @@ def check_kind(name: str, value: object, kind: type, remedy: str = "") -> None:
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         words = instance_remedy(value, kind) or (remedy and f" {remedy}")
-        raise TypeError(f"kfac_optim: {name} must be {article} {kind.__name__}, got {value!r}.{words}")
+        raise TypeError(f"kfac_optim: {name} must be {article} {kind.__name__}, got {shown(value)}.{words}")
 
 
 def instance_remedy(value: object, *kinds: type) -> str:

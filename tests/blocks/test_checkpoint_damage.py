@@ -76,9 +76,13 @@ def test_what_contradicts_itself_is_refused_and_nothing_changes(
             lambda saved: saved["param_groups"][0].update(lr=torch.tensor(1j)),
             "'lr' of param group 0 is .* not a",
         ),
+        (
+            lambda saved: saved["param_groups"][0].update(lr=saved),
+            r"(?s)lr in param group 0 must be a number, got \{.{199}…\. Nothing has been changed",
+        ),
         (lambda saved: saved["param_groups"][0].pop("kl_clip"), "param group 0 lacks 'kl_clip', which another"),
     ],
-    ids=["state", "momentum", "rate", "older"],
+    ids=["state", "momentum", "rate", "all", "older"],
 )
 def test_what_is_of_another_kind_is_refused_and_nothing_changes(
     damage: Callable[[dict[str, Any]], object], message: str
@@ -112,6 +116,15 @@ def test_every_tensor_of_every_inverse_that_is_not_finite_is_refused_by_its_name
             continue
         with pytest.raises(ValueError, match=rf"{path[-1]}' of '\d' is not finite"):
             case.optimizer.load_state_dict(damaged)
+    assert_identical(case.held(), case.before)
+
+
+def test_what_a_hook_of_the_user_makes_of_a_checkpoint_is_checked() -> None:
+    case = case_of((0, 1))
+    handle = case.optimizer.register_load_state_dict_pre_hook(lambda *_: [])
+    with pytest.raises(ValueError, match="it is list, not a dict"):
+        case.optimizer.load_state_dict(case.saved())
+    handle.remove()
     assert_identical(case.held(), case.before)
 
 

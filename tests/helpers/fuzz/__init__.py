@@ -54,10 +54,10 @@ def judge(error: Exception, what: str) -> str:
         return "refused by torch.optim"
     if frames[-1].endswith(PARTLY):  # as where a sparse momentum meets a dense gradient, or a second group has no rate
         return HALFWAY
-    if frames[-1].endswith(PASSED_ON) or (frames[-1].endswith(UNROLLED) and MIXED in str(error)):
+    if frames[-1].endswith(UNROLLED) and MIXED in str(error):
         return "the user's error"
     owner = next(frame for frame in reversed(frames) if frame.startswith((PACKAGE, OURS)))
-    if owner.startswith(OURS):
+    if owner.startswith(OURS) or owner.endswith(PASSED_ON):
         return "the user's error"
     where = f"{Path(frames[-1]).name}:{walked[-1][1]}"
     raise Finding(UNCLEAR, f"{what}: {type(error).__name__} at {where}: {str(error)[:300]}") from error
