@@ -195,6 +195,8 @@ def resumed(_: int, kind: str, copies: int, strategy: Strategy) -> tuple[list[Te
     """Return parameters of a run, and those of one that goes on from what each rank has saved in the middle of it."""
     run = Run(kind, copies, strategy, "defaults")
     run.train(last=UPSET + 1)
+    with pytest.warns(UserWarning, match=r"this state_dict\(\) lacks .* consolidate_state_dict"):
+        run.optimizer.state_dict()
     run.optimizer.consolidate_state_dict(to=None)
     held = deepcopy(run.optimizer.state_dict())
     params = {name: param.detach().clone() for name, param in run.model.named_parameters()}

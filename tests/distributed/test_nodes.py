@@ -1,5 +1,6 @@
 """What a plan sends between nodes, where it is told how many ranks are on each."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,8 @@ import torch.distributed as dist
 from helpers.plans import COST, gpt
 from helpers.ranks import Ranks
 from helpers.training import EXAMPLES, Mixed, build, close, examples, share, squares
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,10 +25,17 @@ from kfac_optim.distributed import (
     Strategy,
     make_plan,
 )
+from kfac_optim.distributed.planning import assignment
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import all_buckets
 
 PER_NODE = 4
+SHAPES = [(8, 2), (8, 4), (16, 4), (16, 8)]  # ranks, and those of them that precondition a layer
+TAKEN: dict[str, Callable[..., list[range]] | None] = {
+    "ours": None,
+    "neighbours": lambda _, ranks, workers, *__: [range(at, at + workers) for at in range(0, ranks, workers)],
+    "spread": lambda _, ranks, workers, *__: [range(at, ranks, ranks // workers) for at in range(ranks // workers)],
+}
 NUMBERS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "factor_update_period": 1, "inverse_update_period": 2}
 
 
@@ -66,6 +76,24 @@ def test_inverses_stay_in_their_node_where_they_are_what_is_sent_most() -> None:
     wide = [replace(each, spec=replace(each.spec, out_dim=1)) for each in gpt(1, width=64)]  # factors, hardly gradients
     plan = make_plan(wide, 8, Replicated(1 / 4), cost, options)
     assert sum(from_other_nodes(plan, Payload.INVERSES)) == 0
+
+
+@given(width=st.integers(1, 256), narrow=st.integers(1, 256), period=st.integers(1, 8), shape=st.sampled_from(SHAPES))
+def test_of_two_ways_to_group_workers_the_one_is_taken_that_sends_less_between_nodes(
+    width: int, narrow: int, period: int, shape: tuple[int, int]
+) -> None:
+    ranks, workers = shape
+    cost = replace(COST, ranks_per_node=PER_NODE)
+    options = PlanOptions(factor_update_period=1, inverse_update_period=period)
+    layers = [replace(each, spec=replace(each.spec, out_dim=narrow)) for each in gpt(1, width=width)]
+    sent = {}
+    for way, taken in TAKEN.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if taken is not None:
+                patch.setattr(assignment, "groups_of", taken)
+            plan = make_plan(layers, ranks, Replicated(workers / ranks), cost, options)
+        sent[way] = sum(sum(from_other_nodes(plan, each)) for each in (Payload.INVERSES, Payload.PRECONDITIONED))
+    assert sent["ours"] <= min(sent.values()) * (1 + 1e-9)
 
 
 def test_owners_of_few_layers_are_on_different_nodes() -> None:

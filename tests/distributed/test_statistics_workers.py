@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_optim import Background, IterateAverage, KFACOptimizer, LevenbergMarquardt, LineSearch, MonteCarlo
 from kfac_optim.distributed import DistributedConfig, Sharded, StatisticsWorkers
 from kfac_optim.distributed.communication.launches import CollectiveError
+from kfac_optim.distributed.serving.line import Line
 
 EVERY_STEP = {"factor_update_period": 1, "inverse_update_period": 1}
 FIXED = StatisticsWorkers(max_staleness=3, deterministic=True)
@@ -531,6 +533,31 @@ def test_ranks_that_train_are_told_of_workers_that_never_serve(two_ranks: Ranks)
     told, _ = two_ranks.run(unserved, Served(StatisticsWorkers(), timeout=1.25))
     assert "not all of the ranks [0, 1] came within 1.25 s" in told
     assert "see that workers call optimizer.serve(...)" in told
+
+
+class Stuck:
+    """A message that does not come."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+        self.waited += timeout.total_seconds()
+        assert self.waited < 1.0, "nobody waits so long"
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_message_is_waited_for_as_long_as_the_time_out_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfac_optim.distributed.serving.line._LOOKOUT", timedelta(seconds=0.05))
+    line, work = object.__new__(Line), Stuck()
+    line.timeout = timedelta(seconds=0.2)
+    with pytest.raises(RuntimeError, match="timed out"):
+        line.wait(work)  # type: ignore[arg-type]
+    assert 0.15 <= work.waited <= 0.25
 
 
 def one_beside_another(rank: int, case: Served) -> str | None:

@@ -232,23 +232,23 @@ def test_resuming_goes_on_as_if_nothing_had_been(four_ranks: Ranks, sharded: boo
     assert_close([again], straight)
 
 
-def clipping(_: int, style: str, sharded: bool) -> None:
+def clipping(_: int, style: str, sharded: bool, order: float) -> None:
     model, bare = parallel(style, sharded), seeded(Net)
     optimizer = KFACOptimizer(model, skip_layers=["norm"] if style == "examples in shards between" else [])
     loss(model, batch(0, 0)).backward()
     loss(bare, batch(0, 0)).backward()
-    expected = nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
-    torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected, rtol=1e-12, atol=0)
+    expected = nn.utils.clip_grad_norm_(bare.parameters(), 0.1, order)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(0.1, order), expected, rtol=1e-12, atol=0)
     for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(
-    ("style", "sharded"),
-    [("columns and rows", False), ("columns and rows", True), ("examples in shards between", False)],
+    ("style", "sharded", "order"),
+    [("columns and rows", False, 2.0), ("columns and rows", True, 2.0), ("examples in shards between", False, 1.0)],
 )
-def test_clipping_is_that_of_one_process(four_ranks: Ranks, style: str, sharded: bool) -> None:
-    four_ranks.run(clipping, style, sharded)
+def test_clipping_is_that_of_one_process(four_ranks: Ranks, style: str, sharded: bool, order: float) -> None:
+    four_ranks.run(clipping, style, sharded, order)
 
 
 def of_cut_examples(_: int) -> str:

@@ -126,6 +126,21 @@ def test_columns_add_up_to_the_hessian(case: Any) -> None:
     torch.testing.assert_close(by_examples(likelihood_of(criterion, **options), outputs), hessian(outputs))
 
 
+@cases
+def test_columns_times_what_is_solved_for_are_the_gradient_at_each_output(case: Any) -> None:
+    criterion, options, outputs, _ = case
+    likelihood = likelihood_of(criterion, **options)
+    for place, gradient in enumerate(likelihood.sample(outputs, seeded(1))):
+        solved = likelihood.solved(outputs, place, gradient)
+        found = [torch.zeros_like(output) for output in outputs]
+        for column, s in zip(likelihood.columns(outputs), solved.T, strict=True):
+            for into, part in zip(found, column, strict=True):
+                if part is not None:
+                    into += part * s.view(-1, *[1] * (part.dim() - 1))
+        expected = [gradient if here == place else torch.zeros_like(each) for here, each in enumerate(outputs)]
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("way", ["sample", "propagate"])
 @cases
 def test_random_gradients_have_the_hessian_for_their_second_moment(case: Any, way: str) -> None:

@@ -463,6 +463,18 @@ def test_parameters_outside_the_model_may_stand_behind_a_criterion() -> None:
     assert criterion(head(model(inputs())), targets(6, 1)).item() < before / 2
 
 
+def test_a_head_that_the_loss_does_not_use_stays_where_it_is() -> None:
+    used, criterion = network(3), nn.MSELoss()
+    model, alone = nn.ModuleList([used, nn.Linear(3, 1)]), copy.deepcopy(used)
+    for trained, params in ((used, model), (alone, alone)):
+        optimizer = quadratic(params, criterion)
+        for _ in range(2):
+            optimizer.zero_grad()
+            criterion(trained(inputs()), targets(6, 3)).backward()
+            optimizer.step()
+    assert_same(list(used.parameters()), list(alone.parameters()))
+
+
 def test_damping_is_judged_by_the_curvature_at_the_criterion() -> None:
     model, criterion = network(), nn.MSELoss()
     optimizer = quadratic(model, criterion, adapt_damping=LevenbergMarquardt(interval=1, decay=0.5, reject=True))

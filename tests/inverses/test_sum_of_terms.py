@@ -143,6 +143,16 @@ def test_of_a_group_that_one_term_has_not_reached_it_is_the_inverse_of_the_other
     assert_same(INVERSE.apply(state, grad, 0.0), torch.stack([both[0], second[1], grad[2]]), rtol=1e-10)
 
 
+def test_where_inputs_tell_nothing_a_group_whose_gradients_are_zeros_was_not_reached() -> None:
+    """Ranks add zeros for what others have seen."""
+    state = state_of(0, 1, layer=replace(spec(4, 3, 3, (Structure.IDENTITY, Structure.DENSE)), own_rows=True))
+    state.pair.of_terms[0].g.packed[1] = 0
+    INVERSE.refresh([state], [0.1])
+    grad = torch.randn(3, 3, 4)
+    both, second = (oracles.solve(damped_sum(state, grad, 0.1, terms), grad) for terms in ((0, 1), (1,)))
+    assert_same(INVERSE.apply(state, grad, 0.0), torch.stack([both[0], second[1], both[2]]), rtol=1e-10)
+
+
 @pytest.mark.parametrize("side", ["a", "g"])
 @pytest.mark.parametrize("term", [0, 1])
 def test_where_one_side_fails_its_group_keeps_the_last_good_inverse_of_both(side: str, term: int) -> None:

@@ -240,6 +240,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "nan": (lambda held: held["average"].fill_(torch.nan), r"'average' of '0\.weight' is not finite"),
     "steps": (lambda held: held.update(averaged_steps=2.5), r"'averaged_steps' of '0\.weight' is 2\.5"),
     "no steps": (lambda held: held.pop("averaged_steps"), r"'averaged_steps' of '0\.weight' is None"),
+    "steps alone": (lambda held: held.pop("average"), r"'averaged_steps' of '0\.weight' is 2, and must be .* nowhere"),
     "iterate": (lambda held: held.update(iterate=torch.zeros(3)), r"'iterate' of '0\.weight' is \[3\]"),
     "iterate alone": (
         lambda held: (held.update(iterate=held.pop("average")), held.pop("averaged_steps")),

@@ -111,6 +111,11 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str)
         LevenbergMarquardt(**options)
 
 
+def test_what_is_no_flag_is_refused() -> None:
+    with pytest.raises(TypeError, match="reject of LevenbergMarquardt must be True or False, got None"):
+        LevenbergMarquardt(reject=None)  # type: ignore[arg-type]
+
+
 def test_an_estimate_that_does_not_name_the_loss_is_refused() -> None:
     with pytest.raises(TypeError, match=r"LevenbergMarquardt\(.*needs the curvature of the loss"):
         KFACOptimizer(linear(), adapt_damping=LevenbergMarquardt())

@@ -76,6 +76,7 @@ def test_numbers_become_tensors_and_come_back(numbers: list[float]) -> None:
     for again in (vector(numbers, values), vector(beside, values)):
         assert torch.equal(again, values)
         assert again.dtype == values.dtype
+    assert vector(list(values.double().unbind()), values).dtype == values.dtype
     assert torch.equal(vector([True, 0.5], values), torch.tensor([1.0, 0.5]))
     broken = [math.nan, math.inf, -math.inf, 2.0]
     for kind in (broken, list(torch.tensor(broken).unbind())):
