@@ -28,7 +28,7 @@ from helpers.plain import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from kfac_optim import EKFAC, Cholesky, KFACOptimizer, Structure, TrustRegion, WeightSharing
+from kfac_optim import EKFAC, Cholesky, KFACOptimizer, LineSearch, Structure, TrustRegion, WeightSharing
 
 README = Path(__file__).parents[1] / "kfac_optim" / "README.md"
 
@@ -268,6 +268,22 @@ def test_the_measures_of_the_step_equal_their_direct_computation(kl_clip: float 
     }
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-9)
     assert metrics["cosine"] < 0.99
+
+
+def test_without_a_trust_region_the_length_is_that_of_the_direction() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=1.0, damping=1e6, step_size=LineSearch())  # which hides all curvature
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = square_loss(model(batch()))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    metrics = optimizer.metrics()
+    assert "trust_region_scale" not in metrics
+    assert metrics["direction_norm"] == pytest.approx(metrics["gradient_norm"] / 1e6, rel=0.01)
 
 
 def test_the_condition_numbers_are_the_worst_of_the_damped_factors() -> None:

@@ -17,10 +17,19 @@ from kfac_optim.distributed.communication.launcher import Launcher
 from kfac_optim.distributed.gradients import ddp
 
 
+class Gone:
+    """A message that does not arrive."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future = torch.futures.Future[Any]()
+        future.set_exception(RuntimeError("the network is gone"))
+        return future
+
+
 def trained(rank: int, delayed: bool, broken: str) -> tuple[list[str], list[Tensor], str]:
     """Names of all second messages in their order, parameters, and what backward raised after two steps.
 
-    The second messages are broken when they are due: before the first ones have ended, or "behind" them.
+    The second messages are broken when they are due, before the first ones have ended or "behind" them, or "under way".
     """
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]).double()
@@ -39,8 +48,10 @@ def trained(rank: int, delayed: bool, broken: str) -> tuple[list[str], list[Tens
         work.wait()
         return work
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("the network is gone")
+    def fail(*_: object) -> Any:
+        if broken != "under way":
+            raise RuntimeError("the network is gone")
+        return Gone()
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -75,7 +86,7 @@ def test_second_messages_have_one_order_whenever_the_first_ones_end(two_ranks: R
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("when", ["before", "behind", "under way"])
 def test_what_fails_on_the_way_to_owners_is_raised_by_backward(two_ranks: Ranks, when: str) -> None:
     for _, _, said in two_ranks.run(trained, False, when, timeout=30):
         assert "the network is gone" in said

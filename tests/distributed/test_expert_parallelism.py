@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from kfac_optim import (
     TrustRegion,
 )
 from kfac_optim.distributed import DistributedConfig, Experts, Replicated, Sharded, StatisticsWorkers
+from kfac_optim.distributed.gradients import undivided
 from kfac_optim.distributed.planning.strategies import Strategy
 
 RANKS, EACH, STEPS, UPSET = 4, 6, 7, 4
@@ -322,6 +325,20 @@ def of_layouts(rank: int) -> tuple[list[str], str]:
     optimizer = KFACOptimizer(remedied, lr=0.1, distributed=config)
     loss(remedied(batch(0).chunk(RANKS)[rank])).backward()
     return messages, told(optimizer.step)
+
+
+def test_half_of_what_backward_brings_was_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by two ranks."""
+    monkeypatch.setattr(undivided, "largest", lambda _, words, *__: words)
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    for share in (1, 2):
+        check, param = undivided.DivisionCheck(), nn.Parameter(torch.ones(3))
+        check.follow([param])
+        param.square().sum().backward()
+        assert param.grad is not None
+        param.grad /= share
+        said = told(partial(check.check, [param], ranks, lambda sums: sums, copies=1, averages=True))
+        assert ("are those of the sum" in said) == (share == 1)
 
 
 def of_divided(_: int, copies: int, divided: bool) -> str:

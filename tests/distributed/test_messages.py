@@ -1,21 +1,25 @@
 """What a plan predicts, and what its layouts send: the same bytes, to whom they are needed, in the plan's order."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import pytest
 import torch
 from helpers.collectives import communicator, counted_bytes
 from helpers.plans import COST, equal_layers, models, options_, strategies_
 from helpers.ranks import Ranks
+from helpers.training import EXAMPLES, Mixed, build, examples, share, squares
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import EKFAC, BlockDiagonal, Cholesky, LayerSpec, Structure
+from kfac_optim import EKFAC, BlockDiagonal, Cholesky, KFACOptimizer, LayerSpec, Structure
 from kfac_optim.distributed import (
     Collective,
     Covered,
+    DistributedConfig,
     Placement,
     Plan,
     PlanOptions,
@@ -39,7 +43,9 @@ from kfac_optim.distributed.planning.messages import (
     result_name,
     slot_name,
     sum_buckets,
+    sum_limit,
 )
+from kfac_optim.distributed.statistics import exchange
 
 Layout = Callable[[Plan, Collection[str]], tuple[ReduceBucket, ...] | tuple[ShareBucket, ...]]
 
@@ -290,3 +296,34 @@ def test_bytes_handed_to_collectives_are_those_of_the_plan(two_ranks: Ranks) -> 
 
 def test_and_on_four(four_ranks: Ranks) -> None:
     check_bytes(four_ranks)
+
+
+def test_sums_wait_for_each_other_up_to_the_largest_bucket() -> None:
+    plan = make_plan(equal_layers(3, 40, 2), 2, Replicated(), COST, PlanOptions(bucket_bytes=10**4))
+    sizes = [bucket.size for payload in LAYOUTS for bucket in plan.buckets_of(payload)]
+    assert sum_limit(plan, Payload.SUMS) == max(sizes) / torch.float32.itemsize
+
+
+def left_of_each_bucket(rank: int) -> list[int]:
+    """How many results of a bucket are held when the next one begins, in a run with buckets of one layer each."""
+    before, left = exchange.shared, []
+
+    def watched(*args: Any, **options: Any) -> Iterator[dict[str, Tensor]]:
+        for received in before(*args, **options):
+            yield received
+            left.append(len(received))
+
+    model = DistributedDataParallel(build(Mixed))
+    optimizer = KFACOptimizer(model, lr=0.1, distributed=DistributedConfig(bucket_bytes=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "shared", watched)
+        x, y = share(examples(0), [EXAMPLES // 2] * 2, rank)
+        squares(model(x), y).mean().backward()
+        optimizer.step()
+    return left
+
+
+def test_results_of_one_bucket_are_let_go_of_before_the_next_comes(two_ranks: Ranks) -> None:
+    for left in two_ranks.run(left_of_each_bucket):
+        assert len(left) > 1
+        assert not any(left)

@@ -1,5 +1,6 @@
 """What is launched while backward goes on: read off traces, since on few cores wall time says nothing."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Message, Placement, Plan, Replicated, Sharded, Strategy
 from kfac_optim.distributed.communication.message import all_reduction
 from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.distributed.statistics import overlap
 
 BACKWARD_ENDS = all_reduction("(backward ends)", 0, 1, 0, 1)
 STEPS = 4
@@ -138,3 +140,12 @@ def test_without_overlap_sums_go_at_the_step(two_ranks: Ranks) -> None:
             ended = launches.index(BACKWARD_ENDS)
             assert all(launches.index(launch) > ended for launch in of(launches, Payload.SUMS))
         assert any(of(launches, Payload.SUMS) for launches in steps)
+
+
+def test_a_report_holds_if_the_terms_are_the_same_without_a_look_at_tensors() -> None:
+    one, other = torch.ones(()), torch.ones(())
+    cases = [(2.0, 2.0, True), (2.0, 3.0, False), (one, one, True), (one, other, False), (one, 1.0, False)]
+    for reported, now, holds in cases:
+        for scale in (False, True):
+            terms = [(SimpleNamespace(averaged=1 if scale else each), each if scale else 1) for each in (reported, now)]
+            assert overlap._equal(*terms) == holds  # type: ignore[arg-type]

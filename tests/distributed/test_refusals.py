@@ -53,11 +53,12 @@ def test_an_inverse_in_the_space_of_residuals_is_for_one_process(inverse: Any) -
     ("options", "error", "words"),
     [
         ({"bucket_bytes": 0.5}, TypeError, "bucket_bytes of DistributedConfig must be an integer, got 0.5"),
+        ({"exchange": "direct"}, TypeError, "exchange of DistributedConfig must be an Exchange"),
         ({"group": 2}, TypeError, r"group of DistributedConfig \(of a mesh it is mesh\.get_group"),
         ({"timeout": timedelta(0)}, ValueError, "timeout of DistributedConfig must be above 0, got 0:00:00"),
         ({"observe": 3}, TypeError, "must be a function of a Message, or None, got 3"),
     ],
-    ids=["bytes", "group", "timeout", "observe"],
+    ids=["bytes", "exchange", "group", "timeout", "observe"],
 )
 def test_a_config_of_no_use_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):

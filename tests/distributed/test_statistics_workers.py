@@ -6,6 +6,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from kfac_optim import Background, IterateAverage, KFACOptimizer, LevenbergMarqu
 from kfac_optim.distributed import DistributedConfig, Sharded, StatisticsWorkers
 from kfac_optim.distributed.communication.launches import CollectiveError
 from kfac_optim.distributed.serving.line import Line
+from kfac_optim.distributed.serving.trainers import _has_passed
 
 EVERY_STEP = {"factor_update_period": 1, "inverse_update_period": 1}
 FIXED = StatisticsWorkers(max_staleness=3, deterministic=True)
@@ -533,6 +536,13 @@ def test_ranks_that_train_are_told_of_workers_that_never_serve(two_ranks: Ranks)
     told, _ = two_ranks.run(unserved, Served(StatisticsWorkers(), timeout=1.25))
     assert "not all of the ranks [0, 1] came within 1.25 s" in told
     assert "see that workers call optimizer.serve(...)" in told
+
+
+def test_a_refresh_is_due_at_the_phase_of_its_block() -> None:
+    block: Any = SimpleNamespace(group={"inverse_update_period": 10}, phase=Fraction(1, 2))
+    assert [step for step in range(1, 30) if _has_passed(block, step - 1, step)] == [5, 15, 25]
+    assert _has_passed(block, 3, 8)
+    assert not _has_passed(block, 5, 14)
 
 
 class Stuck:

@@ -371,6 +371,24 @@ def test_in_a_forward_of_its_own_what_torchs_function_does_counts(
     assert_same(*factors)
 
 
+class _InOneGroup(nn.ConvTranspose1d):
+    """Not the groups that its adapter was told of."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.conv_transpose1d(features, self.weight, groups=1)
+
+
+def test_in_other_groups_than_its_own_it_takes_the_step_of_sgd() -> None:
+    model = nn.Sequential(_InOneGroup(4, 6, 3, groups=2, bias=False), nn.Flatten(), nn.Linear(21, 2))
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    before = snapshot(model)
+    any_loss(model(torch.randn(3, 4, 5))).backward()
+    with pytest.warns(UserWarning, match=r"1 layer has gradients but no statistics .*'0'"):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before["0.weight"].add(model[0].weight.grad, alpha=-0.1))
+    assert not torch.equal(model[2].weight, before["2.weight"].add(model[2].weight.grad, alpha=-0.1))
+
+
 def test_stride_padding_and_dilation_may_be_set_after_construction() -> None:
     plain, ours = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, dilation=2), nn.ConvTranspose2d(2, 3, 3)
     ours.load_state_dict(plain.state_dict())
