@@ -23,6 +23,7 @@ from kfac_optim import KFACOptimizer
 PACKAGE = str(Path(kfac_optim.__file__).parent)
 OURS = str(Path(__file__).parent)
 BASE_CLASS = str(Path(torch.optim.__file__).parent / "optimizer.py")
+FUNCTIONS = str(Path(torch.nn.functional.__file__))
 PASSED_ON = ("function_modes.py", "weight_maps.py")  # which call torch for the model
 UNROLLED, MIXED = "recurrent.py", "must have the same dtype"  # there torch meets a batch that autocast does not cast
 PARTLY, HALFWAY = ("torch/optim/sgd.py", "torch/optim/lr_scheduler.py"), "raised within torch, which was halfway"
@@ -54,10 +55,12 @@ def judge(error: Exception, what: str) -> str:
         return "refused by torch.optim"
     if frames[-1].endswith(PARTLY):  # as where a sparse momentum meets a dense gradient, or a second group has no rate
         return HALFWAY
-    if frames[-1].endswith(UNROLLED) and MIXED in str(error):
+    # Some of the functions that they call for the model are Python, as `F.layer_norm` is.
+    passed_on = frames[:-1] if frames[-1] == FUNCTIONS else frames
+    if passed_on[-1].endswith(PASSED_ON) or (frames[-1].endswith(UNROLLED) and MIXED in str(error)):
         return "the user's error"
     owner = next(frame for frame in reversed(frames) if frame.startswith((PACKAGE, OURS)))
-    if owner.startswith(OURS) or owner.endswith(PASSED_ON):
+    if owner.startswith(OURS):
         return "the user's error"
     where = f"{Path(frames[-1]).name}:{walked[-1][1]}"
     raise Finding(UNCLEAR, f"{what}: {type(error).__name__} at {where}: {str(error)[:300]}") from error
