@@ -876,15 +876,6 @@ def test_a_sequence_without_a_batch_dimension_is_one_example(kind: type[nn.Modul
     assert_same(*factors)
 
 
-def test_each_of_several_packed_sequences_is_averaged_over_its_own_steps() -> None:
-    module, sequences = nn.GRU(3, 4), [torch.randn(length, 3) for length in (4, 2, 1)]
-    optimizer = kfac(module, weight_sharing=WeightSharing.REDUCE)
-    module(pack_sequence(sequences))[0].data.square().sum().backward()
-    optimizer.step()
-    means = torch.stack([torch.cat([sequence.mean(0), torch.ones(1)]) for sequence in sequences])
-    assert_same(optimizer.factors()["weight_ih_l0"][0], (means.T @ means / 3)[None])
-
-
 class Chain(nn.Module):
     """Its examples are the time steps of one sequence, a batch of one."""
 
