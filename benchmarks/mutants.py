@@ -324,7 +324,8 @@ def _tell(known: Sequence[Mutant], verdicts: dict[str, Verdict], explained: dict
     print(f"{dead} of {total} killed" + (f" ({100 * dead / total:.1f}%)" if total else "")
           + (f"; {len(known) - total} not judged yet" if total < len(known) else ""))  # fmt: skip
     survivors = [mutant for mutant in known if mutant.name in verdicts and not verdicts[mutant.name].killed]
-    if harmless := sum(mutant.name in explained for mutant in survivors):
+    harmless = sum(mutant.name in explained for mutant in survivors)
+    if 0 < harmless < total:
         print(f"{dead} of {total - harmless} without those that are explained ({100 * dead / (total - harmless):.1f}%)")
     for mutant in survivors:
         why = f" Explained: {explained[mutant.name]}" if mutant.name in explained else ""
