@@ -75,8 +75,8 @@ class Job:
         return float(file.read_text()) if self.stage.benchmark in RESUMING and file.exists() else 0.0
 
     def expected(self) -> float:
-        """Return the seconds that are left of what the last run recorded, or else of the estimate."""
-        last = [_read(folder / f"{self.name}.json").get("wall_seconds") for folder in (self.out, RESULTS)]
+        """Return the seconds that are left of what the command took last, or else of the estimate."""
+        last = [_seconds_of_all_runs(_read(folder / f"{self.name}.json")) for folder in (self.out, RESULTS)]
         whole: float = next(filter(None, last), 60.0 * self.stage.minutes)
         return max(0.0, whole - self.spent())
 
@@ -258,6 +258,16 @@ def _imports(text: str) -> list[Path]:
 
 def _read(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def _seconds_of_all_runs(report: dict[str, Any]) -> float | None:
+    """Return the seconds that a result took, and trials of earlier results would take at the same pace."""
+    seconds: float | None = report.get("wall_seconds")
+    taken = report.get("trials", 0) * sum(len(each["optimizers"]) for each in report.get("trials_of", ()))
+    if seconds is None or not taken:
+        return seconds
+    runs = sum(report["trials"] + len(each["runs"]) for each in report["optimizers"])
+    return seconds * runs / (runs - taken)
 
 
 def _span(seconds: float) -> str:

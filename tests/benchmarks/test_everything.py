@@ -158,6 +158,19 @@ def test_the_time_left_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert seconds == pytest.approx([240, 0], abs=5)
 
 
+@pytest.mark.usefixtures("commands")
+def test_trials_of_an_earlier_result_are_expected_to_take_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Two optimizers, of four trials and two repeats each: it ran eight of the twelve runs, a minute each.
+    two = [{"name": name, "runs": [{}, {}]} for name in ("SGD", "K-FAC")]
+    report = {"wall_seconds": 480.0, "trials": 4, "trials_of": [{"optimizers": ["SGD"]}], "optimizers": two}
+    (tmp_path / "of others" / "pinn").mkdir(parents=True)
+    (tmp_path / "of others" / "pinn" / "heat.json").write_text(json.dumps(report))
+    run("pinn", "--out", tmp_path, "--dry-run")
+    assert "1 of 1 stages to run: about 12 min" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [["pinn", "fault"], ["--skip", "fault"], ["--data-dir", "nowhere"]])
 def test_a_bad_name_is_refused_before_anything_runs(
     commands: Commands, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
