@@ -263,10 +263,10 @@ def _read(file: Path) -> dict[str, Any]:
 def _seconds_of_all_runs(report: dict[str, Any]) -> float | None:
     """Return the seconds that a result took, and trials of earlier results would take at the same pace."""
     seconds: float | None = report.get("wall_seconds")
-    taken = report.get("trials", 0) * sum(len(each["optimizers"]) for each in report.get("trials_of", ()))
+    taken: int = report.get("trials", 0) * sum(len(each["optimizers"]) for each in report.get("trials_of", ()))
     if seconds is None or not taken:
         return seconds
-    runs = sum(report["trials"] + len(each["runs"]) for each in report["optimizers"])
+    runs: int = sum(report["trials"] + len(each["runs"]) for each in report["optimizers"])
     return seconds * runs / (runs - taken)
 
 
