@@ -162,7 +162,7 @@ def test_trials_of_an_earlier_result_are_expected_to_take_their_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Two optimizers, of four trials and two repeats each: it ran eight of the twelve runs, a minute each.
-    two = [{"name": name, "runs": [{}, {}]} for name in ("SGD", "K-FAC")]
+    two: list[dict[str, object]] = [{"name": name, "runs": [{}, {}]} for name in ("SGD", "K-FAC")]
     report = {"wall_seconds": 480.0, "trials": 4, "trials_of": [{"optimizers": ["SGD"]}], "optimizers": two}
     (tmp_path / "of others" / "pinn").mkdir(parents=True)
     (tmp_path / "of others" / "pinn" / "heat.json").write_text(json.dumps(report))
