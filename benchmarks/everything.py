@@ -261,7 +261,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _seconds_of_all_runs(report: dict[str, Any]) -> float | None:
-    """Return the seconds that a result took, with what the trials that it took from others would add at its pace."""
+    """Return the seconds that a result would take, at its own pace, if it took no trial from an earlier one."""
     seconds: float | None = report.get("wall_seconds")
     taken: int = report.get("trials", 0) * sum(len(each["optimizers"]) for each in report.get("trials_of", ()))
     if seconds is None or not taken:
